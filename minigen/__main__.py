@@ -1,0 +1,3 @@
+from minigen.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,281 @@
+"""From a name to parameters: find a checkpoint's folder, read its configuration and its tensors, and check both.
+
+A checkpoint is a folder with config.json and model.safetensors, or several shards that model.safetensors.index.json
+lists. A safetensors file is an 8-byte header length, a JSON header with dtype, shape and place of each tensor, and the
+tensors' bytes. The safetensors library checks that header; the tensors are read from here because NumPy, and with it
+the library's NumPy side, has no bfloat16, and to read each one straight into the array in which it stays.
+"""
+
+import json
+import re
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from minigen.model import GPT2Config
+
+DEFAULT_MODEL = "fairytale"
+# The bundled models: beside the package in a checkout, inside it in an installed wheel.
+WEIGHTS_FOLDERS = [Path(__file__).resolve().parents[1] / "weights", Path(__file__).resolve().parent / "weights"]
+# What is fetched of a hub repository, which may hold the same weights in five other formats.
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+]
+# How each dtype is read; little-endian, as the format demands. NumPy has no bfloat16: see `_read_tensor`.
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Causal masks that old files carry along; attention makes its own. Not h.0.attn.c_attn.bias, which is a parameter.
+MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+PARAMETER = re.compile(r"(h\.\d+|wte|wpe|ln_f)\..*")
+
+
+def read_json(path):
+    """The parsed content of a JSON file. Raises ValueError, naming the file, where it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested thousands deep
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------- finding the folder
+
+
+def find(name=None):
+    """The folder of a checkpoint.
+
+    name: an existing folder; else the name of a model under weights/; else a hub id, `gpt2`, `gpt2-medium` ... and
+    `distilgpt2` standing for their full ids; None for the bundled default. A model from the hub is downloaded once;
+    what is in the local cache is used without touching the network. Raises OSError where there is nothing to find.
+    """
+    path = Path(name or DEFAULT_MODEL).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file():
+        raise OSError(f"{path} is a file; give the folder that holds config.json and model.safetensors")
+    for weights in WEIGHTS_FOLDERS:
+        if (weights / path / "config.json").is_file():
+            return weights / path
+    repo_id = str(name)
+    if repo_id == "distilgpt2":
+        repo_id = "distilbert/distilgpt2"
+    elif re.fullmatch(r"gpt2(-\w+)?", repo_id):
+        repo_id = f"openai-community/{repo_id}"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
+        raise OSError(
+            f"there is no checkpoint {str(name)!r}: give an existing folder, one of {_bundled_names()}, "
+            "gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, or a hub id such as owner/name"
+        )
+    return _from_hub(repo_id)
+
+
+def _bundled_names():
+    return ", ".join(
+        sorted({path.parent.name for weights in WEIGHTS_FOLDERS for path in weights.glob("*/config.json")})
+    )
+
+
+def _from_hub(repo_id):
+    # Imported here because it takes longer than everything else together, and most runs need no hub.
+    from huggingface_hub import constants, errors, snapshot_download, utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, local_files_only=True))
+        load_config(folder)
+        _weight_files(folder)
+        return folder
+    except OSError:
+        pass  # not in the cache, or not all of it
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
+    except errors.GatedRepoError as error:
+        raise OSError(
+            f"{repo_id} asks its users to accept terms: do so on its page, then run `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise OSError(
+            f"the hub has no model {repo_id!r}; check the name, or run `hf auth login` if it is private"
+        ) from error
+    except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).partition("\n")[0]
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
+            f"({reason}); go online once, or give the folder of a checkpoint"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------- configuration
+
+
+def load_config(folder):
+    """The `GPT2Config` of a checkpoint folder; generation_config.json, where there is one, names the end-of-text ids.
+
+    Raises OSError where config.json is missing, ValueError where its content cannot be used.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise OSError(f"{folder} has no config.json; a checkpoint folder holds config.json and model.safetensors")
+    try:
+        config = GPT2Config.from_dict(read_json(path))
+        generation_path = Path(folder) / "generation_config.json"
+        if generation_path.is_file():
+            path, generation = generation_path, read_json(generation_path)
+            if "eos_token_id" in generation:
+                config = replace(config, eos_token_id=generation["eos_token_id"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    return config
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+class StoredTensor(NamedTuple):
+    """Where a safetensors file holds a tensor."""
+
+    path: Path
+    name: str  # as the file spells it
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def size(self):
+        return int(np.prod(self.shape))
+
+
+def _weight_files(folder):
+    """The safetensors file or shards of a checkpoint folder."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        pickles = [path.name for path in folder.glob("*.bin")]
+        advice = (
+            f"; {pickles[0]} is a pickle, which can run code when opened and is never read: convert it once with "
+            "transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+            if pickles
+            else ""
+        )
+        raise OSError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{advice}")
+    weight_map = read_json(index)
+    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map from tensor names to file names")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for path in files:
+        if path.parent != folder:
+            raise ValueError(f"{index} names {str(path)!r}, which lies outside the checkpoint's folder")
+        if not path.is_file():
+            raise OSError(f"{index} names {path.name}, which is not there: the checkpoint is incomplete")
+    return files
+
+
+def _read_header(path):
+    """The tensors of a safetensors file, after the library has checked that header and file fit each other."""
+
+    def refuse_duplicates(pairs):
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{path} names {name!r} twice")
+        return dict(pairs)
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
+    header.pop("__metadata__", None)
+    return [
+        StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + header_size + entry["data_offsets"][0])
+        for name, entry in header.items()
+    ]
+
+
+def _read_tensor(stored):
+    """One tensor as float32, read into the array it stays in."""
+    # fromfile has NumPy allocate, which gets huge pages for large arrays; a buffer handed over by a reader does not,
+    # and the whole forward pass is then about a tenth slower.
+    raw = np.fromfile(stored.path, DTYPES[stored.dtype], count=stored.size, offset=stored.offset).reshape(stored.shape)
+    if stored.dtype == "BF16":
+        # bfloat16 is the upper half of a float32.
+        raw = raw.astype(np.uint32)
+        raw <<= 16
+        return raw.view(np.float32)
+    return raw.astype(np.float32, copy=False)
+
+
+def read_tensors(folder, config):
+    """All parameters of a checkpoint, as float32 arrays by name, in the shapes the configuration asks for.
+
+    Names may carry the prefix `transformer.`, as most fine-tunes' do. Peak memory is that of the result plus, for
+    files in half precision, half of the largest tensor.
+
+    Raises OSError where files are missing. Raises ValueError, naming the tensors, where one is missing, left over,
+    there twice, or of another shape or dtype. Warns of other models' heads and of an output head that a tied
+    configuration makes useless.
+    """
+    folder = Path(folder)
+    tensors = {}
+    for path in _weight_files(folder):
+        for stored in _read_header(path):
+            name = stored.name.removeprefix("transformer.")
+            if MASK_BUFFER.fullmatch(name):
+                continue
+            if name in tensors:
+                raise ValueError(f"{folder} holds {name} twice: {tensors[name].name} and {stored.name}")
+            tensors[name] = stored
+
+    shapes = config.parameter_shapes()
+    head = tensors.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder} lacks {_listed(missing)}, which its config.json asks for")
+    left_over = [name for name in tensors if name not in shapes]
+    unknown = [name for name in left_over if PARAMETER.fullmatch(name)]
+    if unknown:
+        raise ValueError(f"{folder} holds {_listed(unknown)}, for which its config.json has no place")
+    if left_over:
+        warnings.warn(f"{folder}: {_listed(left_over)} is no part of GPT-2 and was not read", stacklevel=2)
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{folder}: {name} has shape {tensors[name].shape}; config.json makes it {shape}")
+        if tensors[name].dtype not in DTYPES:
+            raise ValueError(
+                f"{folder}: {name} is stored as {tensors[name].dtype}; only {', '.join(DTYPES)} can be read"
+            )
+
+    # Largest first: the half-precision bytes of a tensor live only until it is widened, and so never on top of all.
+    params = {name: _read_tensor(tensors[name]) for name in sorted(shapes, key=lambda name: -tensors[name].size)}
+    if head is not None and (
+        head.shape != shapes["wte.weight"]
+        or head.dtype not in DTYPES
+        or not np.array_equal(_read_tensor(head), params["wte.weight"])
+    ):
+        warnings.warn(
+            f"{folder}: lm_head.weight differs from wte.weight, but config.json ties the two: wte.weight is used "
+            "(set tie_word_embeddings to false to use the file's head)",
+            stacklevel=2,
+        )
+    return params
+
+
+def _listed(names, most=6):
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,339 @@
+"""The command line: text goes to stdout as it is made, everything else to stderr.
+
+python -m minigen "Once upon a time" --temperature 0.8 --seed 1
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import warnings
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import minigen
+from minigen.api import DECODING_OPTIONS, SAMPLING_OPTIONS, check_options, load, stream
+from minigen.checkpoint import DEFAULT_MODEL, find
+from minigen.decode import DecodingConfig
+from minigen.sampler import SamplingConfig
+
+DEFAULTS = {field.name: field.default for config in (SamplingConfig, DecodingConfig) for field in fields(config)}
+
+
+# ---------------------------------------------------------------------------------------- arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message):
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def _bias(text):
+    """ID+BIAS, ID-BIAS, or TOKEN=BIAS with a token's text -> (id or text, bias)."""
+    match = re.fullmatch(r"(\d+)([+-].+)", text, re.ASCII) or re.fullmatch(r"(.+)=([^=]+)", text, re.DOTALL)
+    try:
+        token, bias = match.groups()
+        return (int(token) if match.re.pattern.startswith(r"(\d") else token), float(bias)
+    except (AttributeError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ID+BIAS, ID-BIAS or TEXT=BIAS, such as 262-5, 262-inf or ' the'=1.5"
+        ) from None
+
+
+def build_parser():
+    """The command line's options; those of `generate` are in the result only where they were given."""
+    parser = Parser(
+        prog="minigen",
+        description="Continue a text with GPT-2. The text goes to stdout, everything else to stderr.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Filters work in this order, each on what the one before left: penalties, n-gram ban, bias, temperature,"
+        "\ntop-k, top-p, min-p, typical-p.",
+    )
+
+    def option(group, *flags, help, aliases=(), **kwargs):
+        """One option of `generate`: absent unless given, its default shown, its other names accepted but not shown."""
+        name = flags[-1].removeprefix("--").replace("-", "_")
+        default = DEFAULTS[name]
+        shown = f" (default {default})" if isinstance(default, int | float) and not isinstance(default, bool) else ""
+        kwargs |= {"dest": name, "default": argparse.SUPPRESS}
+        group.add_argument(*flags, help=help + shown, **kwargs)
+        if aliases:
+            group.add_argument(*aliases, help=argparse.SUPPRESS, **kwargs)
+
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        metavar="NAME",
+        help=f"a folder, a bundled model, or a hub id: gpt2, distilgpt2, owner/name (default {DEFAULT_MODEL})",
+    )
+
+    group = parser.add_argument_group("prompt (one final newline of a file or of stdin is dropped)")
+    group.add_argument("prompt", nargs="*", help="the text to continue, several texts, or - for stdin")
+    group.add_argument("-f", "--file", metavar="FILE", help="continue the text of a file")
+    group.add_argument("--prompts-file", metavar="FILE", help="continue each line of a file")
+
+    group = parser.add_argument_group("length")
+    aliases = ["--max-new-tokens", "--n-predict"]
+    option(group, "-n", "--max-tokens", type=int, metavar="N", help="the most tokens to generate", aliases=aliases)
+    option(group, "--min-tokens", type=int, metavar="N", help="no end of text before so many tokens")
+    option(group, "--ignore-eos", action="store_true", help="never end the text of itself")
+    option(
+        group,
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text; can be repeated",
+        aliases=["--reverse-prompt"],
+    )
+    option(group, "--num-return-sequences", type=int, metavar="N", help="continuations of each prompt")
+
+    group = parser.add_argument_group("sampling")
+    aliases = ["--temp"]
+    option(group, "--temperature", type=float, metavar="T", help="0 takes the most probable token", aliases=aliases)
+    option(group, "--top-k", type=int, metavar="K", help="keep the K most probable tokens; 0 is off")
+    option(group, "--top-p", type=float, metavar="P", help="keep the fewest tokens that hold P; 1 is off")
+    option(group, "--min-p", type=float, metavar="P", help="keep what has P of the best one's probability; 0 is off")
+    option(group, "--typical-p", type=float, metavar="P", help="keep the most typical tokens that hold P; 1 is off")
+    option(
+        group,
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="make tokens of prompt and output less likely; 1 is off",
+        aliases=["--repeat-penalty"],
+    )
+    option(group, "--presence-penalty", type=float, metavar="X", help="off the logit of each output token; 0 is off")
+    option(group, "--frequency-penalty", type=float, metavar="X", help="the same, each time it occurs; 0 is off")
+    option(group, "--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens comes twice; 0 is off")
+    option(
+        group,
+        "--logit-bias",
+        action="append",
+        type=_bias,
+        metavar="ID+BIAS",
+        help="add to a token's logit, ID-inf bans it; TEXT=BIAS names it by text; can be repeated",
+    )
+    option(
+        group, "-s", "--seed", type=int, metavar="N", help="repeat a run; the seed in use is printed (default random)"
+    )
+
+    group = parser.add_argument_group("cache and context")
+    option(group, "--window", type=int, metavar="W", help="each token sees only the last W tokens")
+    option(
+        group, "--context-shift", action="store_true", help="when the context is full, drop its older half and go on"
+    )
+    option(group, "--keep", type=int, metavar="N", help="the first N tokens are never dropped")
+    group.add_argument(
+        "--no-cache",
+        dest="use_cache",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="run the whole text again for every token: slow, for study",
+    )
+
+    group = parser.add_argument_group("output")
+    option(
+        group, "--logprobs", type=int, metavar="N", help="log-probabilities, also of the N best tokens at each place"
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object a line for each continuation")
+    group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
+    group.add_argument("--no-echo", action="store_true", help="do not print the prompt before its continuation")
+    group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
+    group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}")
+    return parser
+
+
+# ---------------------------------------------------------------------------------------- prompts
+
+
+def _decode_prompt(data):
+    """Bytes -> text. What is not UTF-8 becomes U+FFFD, as in GPT-2's own training text."""
+    return data.decode("utf-8", "replace")
+
+
+def _read_file(path):
+    """The text of a file or of stdin ("-"), without byte order mark and without one final newline."""
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return _decode_prompt(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
+
+
+def read_prompts(args):
+    """The prompts of a command line. Raises OSError for files that cannot be read, ValueError where there is none."""
+    sources = [bool(args.prompt), args.file is not None, args.prompts_file is not None]
+    if sum(sources) > 1:
+        raise ValueError("prompts come from the command line, from --file or from --prompts-file; give one of these")
+    try:
+        if args.file is not None:
+            return [_read_file(args.file)]
+        if args.prompts_file is not None:
+            return _read_file(args.prompts_file).splitlines()
+    except OSError as error:
+        raise OSError(f"cannot read the prompt from {error.filename}: {error.strerror}") from error
+    if args.prompt:
+        # fsencode gives back the bytes that the shell passed, whatever the locale made of them.
+        return [_read_file("-") if prompt == "-" else _decode_prompt(os.fsencode(prompt)) for prompt in args.prompt]
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError('there is no prompt: give one, as in minigen "Once upon a time", or pipe it in')
+    return [_read_file("-")]
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def _note(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def _in_row_order(steps):
+    """The same steps, all of row 0 first, then all of row 1 ..., each as early as that allows."""
+    current, held = 0, defaultdict(list)
+    for step in steps:
+        held[step.row].append(step)
+        while held[current]:
+            step = held[current].pop(0)
+            yield step
+            current += step.finish_reason is not None
+
+
+def _as_json(step, prompt, model, seed):
+    done = step.completion
+    timings = done.timings
+    logprobs = None
+    if done.logprobs is not None:
+        logprobs = [
+            {
+                "token": entry.token,
+                "text": entry.text,
+                "logprob": entry.logprob,
+                "top": [{"token": token, "text": text, "logprob": logprob} for token, text, logprob in entry.top],
+            }
+            for entry in done.logprobs
+        ]
+    return json.dumps(
+        {
+            "index": step.row,
+            "prompt_index": done.prompt_index,
+            "prompt": prompt,
+            "text": done.text,
+            "token_ids": done.token_ids,
+            "finish_reason": done.finish_reason,
+            "stop_sequence": done.stop_sequence,
+            "logprobs": logprobs,
+            "model": model,
+            "seed": seed,
+            "timings": timings._asdict(),
+        },
+        ensure_ascii=False,
+    )
+
+
+def _note_logprobs(completion):
+    for entry in completion.logprobs:
+        best = "  ".join(f"{text!r} {logprob:.3f}" for _, text, logprob in entry.top)
+        _note(f"{entry.logprob:9.4f}  {entry.text!r:16} {best}")
+
+
+def _header(name, folder, model, options):
+    """The model and every setting that repeats the run."""
+    settings = {name: DEFAULTS[name] for name in ("temperature", "top_p", "max_tokens")} | options
+    shown = " ".join(f"{name} {value!r}" for name, value in settings.items() if value != {})
+    n_parameters = sum(p.size for p in model.params.values())
+    return (
+        f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "
+        f"context {model.config.n_positions} · {shown}"
+    )
+
+
+def _closing_line(completions):
+    """Tokens, speed, memory and reasons of a run, in one line."""
+    timings = max((done.timings for done in completions), key=lambda timings: timings.seconds)
+    prompt_tokens = sum({done.prompt_index: done.timings.prompt_tokens for done in completions}.values())
+    tokens = sum(done.timings.tokens for done in completions)
+    reasons = sorted({done.finish_reason for done in completions})
+
+    def speed(count, seconds):
+        return f"{count} tokens" + (f" in {seconds:.2f} s ({count / seconds:.1f}/s)" if count and seconds else "")
+
+    return (
+        f"prompt {speed(prompt_tokens, timings.prompt_seconds)} · generated {speed(tokens, timings.seconds)} · "
+        f"K/V cache {timings.cache_bytes / 2**20:.1f} MiB · finish_reason {', '.join(reasons)}"
+    )
+
+
+# ---------------------------------------------------------------------------------------- the run
+
+
+def run(args):
+    """Read the prompts, load the model, print the continuations; the exit code."""
+    options = {name: value for name, value in vars(args).items() if name in SAMPLING_OPTIONS | DECODING_OPTIONS}
+    # What needs no model is checked before one is loaded. A bias may name its token by text, which needs the tokenizer.
+    _, decoding = check_options({name: value for name, value in options.items() if name != "logit_bias"})
+    options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
+    prompts = read_prompts(args)
+    folder = find(args.model)
+    model, tokenizer = load(folder)
+    if not args.quiet:
+        _note(_header(args.model or DEFAULT_MODEL, folder, model, options))
+        if any(prompt.endswith(" ") for prompt in prompts):
+            _note(
+                "hint: the prompt ends with a space; GPT-2 joins a space to the word after it and does better without"
+            )
+
+    completions, row, line_open = [], None, False
+    try:
+        for step in _in_row_order(stream(model, tokenizer, prompts, **options)):
+            done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
+            if args.json:
+                text = _as_json(step, prompt, args.model or DEFAULT_MODEL, decoding.seed) if done else ""
+            else:
+                text = step.text if not args.no_stream else done.text if done else ""
+                if step.row != row:
+                    text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
+            row = step.row
+            line_open = not text.endswith("\n") if text else line_open
+            if done and line_open:
+                text, line_open = text + "\n", False
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if done:
+                completions.append(done)
+    finally:
+        # Also where an error or Ctrl-C ends the run: the text so far stands on lines of its own.
+        if line_open:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    if decoding.logprobs is not None and not args.json:
+        for done in completions:
+            _note_logprobs(done)
+    if not args.quiet:
+        _note(_closing_line(completions))
+        if any(done.finish_reason == "context" for done in completions):
+            _note(f"the text fills the model's context of {model.config.n_positions} tokens; --context-shift goes on")
+    return 0
+
+
+def main(argv=None):
+    """The console entry point; returns the exit code: 0, 2 for an error of the user's, 130 for Ctrl-C, 141 for a pipe
+    closed by its reader."""
+    # UTF-8 whatever the locale.
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
+    warnings.showwarning = lambda message, *_, **__: _note(f"minigen: warning: {message}")
+    try:
+        return run(build_parser().parse_args(argv))
+    except BrokenPipeError:
+        # The reader has left, as head does. Python flushes stdout once more on exit and must not find the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError) as error:
+        _note(f"minigen: {error}")
+        return 2

@@ -1,0 +1,191 @@
+"""Text to ids and back: byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), and the two ends of a stream.
+
+tiktoken does the merging, from the checkpoint's own files. vocab.json and merges.txt spell each byte as a printable
+character, `_to_bytes` undoes that. A token need not be whole characters: `Utf8Stream` turns a stream of tokens' bytes
+into text without ever showing half a character, and `StopMatcher` finds stop strings across the tokens' borders.
+"""
+
+import codecs
+from pathlib import Path
+
+import tiktoken
+
+from minigen.checkpoint import read_json
+
+# How GPT-2 cuts text into the pieces within which it merges: contractions, words, numbers, signs, white space; a
+# space belongs to the word after it.
+SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+END_OF_TEXT = "<|endoftext|>"
+
+
+def _byte_spellings():
+    """byte -> character: printable Latin-1 stands for itself, the other 68 bytes for U+0100, U+0101 ... in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+SPELLINGS = _byte_spellings()
+# For str.translate, character -> Latin-1 character of the byte; Latin-1 that spells no byte must not pass for one.
+_UNSPELL = {byte: "\uffff" for byte in range(256)} | {ord(spelling): byte for byte, spelling in SPELLINGS.items()}
+
+
+def _to_bytes(token):
+    """The bytes that vocab.json or merges.txt spell as `token`. Raises ValueError for any other character."""
+    return token.translate(_UNSPELL).encode("latin-1")
+
+
+# ---------------------------------------------------------------------------------------- reading the files
+
+
+def _read_merges(path):
+    """The pairs of a merges.txt, in order."""
+    lines = path.read_text(encoding="utf-8").split("\n")  # read_text has made every line end a "\n"
+    if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
+        lines = lines[1:]
+    return [line.split(" ") for line in lines if line]
+
+
+def _read_bpe(folder):
+    """(file to blame, vocabulary, merges, added tokens) from vocab.json and merges.txt or else from tokenizer.json."""
+    vocab_path, merges_path, path = (folder / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    if vocab_path.is_file() and merges_path.is_file():
+        added = {}
+        if (folder / "added_tokens.json").is_file():
+            added = read_json(folder / "added_tokens.json")
+        return vocab_path, read_json(vocab_path), _read_merges(merges_path), added
+    if not path.is_file():
+        raise OSError(f"{folder} has no tokenizer: neither vocab.json with merges.txt nor tokenizer.json")
+    parsed = read_json(path)
+    model = parsed["model"]
+    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in str(parsed.get("pre_tokenizer")):
+        raise ValueError(f"{path} does not describe a byte-level BPE, the only kind GPT-2 has")
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return path, model["vocab"], merges, {token["content"]: token["id"] for token in parsed.get("added_tokens", [])}
+
+
+def _special_tokens(folder, vocab, added):
+    """token -> id of the tokens that text is searched for before it is split: end-of-text and all added ones."""
+    names = [END_OF_TEXT]
+    if (folder / "special_tokens_map.json").is_file():
+        for entry in read_json(folder / "special_tokens_map.json").values():
+            for token in entry if isinstance(entry, list) else [entry]:
+                names.append(token["content"] if isinstance(token, dict) else token)
+    return {name: vocab[name] for name in names if name in vocab} | added
+
+
+# ---------------------------------------------------------------------------------------- the tokenizer
+
+
+class Tokenizer:
+    """Encodes and decodes with one checkpoint's vocabulary.
+
+    vocab: token -> id, merges: pairs of tokens in order of precedence, both in the spelling of vocab.json; special:
+    token -> id, in plain text; vocab_size: the number of ids the model has, some of which may have no token.
+    """
+
+    def __init__(self, vocab, merges, special, vocab_size=None):
+        self.special_ids = special
+        self.bytes_of = {id: name.encode() for name, id in special.items()}
+        for token, id in vocab.items():
+            if id not in self.bytes_of:
+                self.bytes_of[id] = _to_bytes(token)
+        self.n_vocab = max(vocab_size or 0, max(self.bytes_of) + 1)
+
+        # tiktoken merges by rank and calls the ranks ids. Files need not number their tokens in the order of their
+        # merges, so ranks are handed out here, in that order, and `_id_of_rank` turns them into ids.
+        tokens = [symbol for symbol in SPELLINGS.values() if symbol in vocab] + [a + b for a, b in merges]
+        if len(tokens) - len(merges) < 256:
+            raise ValueError(f"the vocabulary has only {len(tokens) - len(merges)} of the 256 bytes")
+        self._id_of_rank = [vocab[token] for token in tokens] + list(special.values())
+        ranks = {self.bytes_of[id]: rank for rank, id in enumerate(self._id_of_rank[: len(tokens)])}
+        if len(ranks) < len(tokens):
+            twice = next(token for rank, token in enumerate(tokens) if ranks[_to_bytes(token)] != rank)
+            raise ValueError(f"two merges make the token {twice!r}")
+        special_ranks = {name: len(tokens) + i for i, name in enumerate(special)}
+        self._encoding = tiktoken.Encoding(
+            "checkpoint", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special_ranks
+        )
+
+    @classmethod
+    def from_folder(cls, folder, vocab_size=None):
+        """Read vocab.json and merges.txt, or else tokenizer.json. Raises OSError or ValueError, naming the file."""
+        folder = Path(folder)
+        path, vocab, merges, added = _read_bpe(folder)
+        try:
+            return cls(vocab, merges, _special_tokens(folder, vocab, added), vocab_size)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a usable GPT-2 vocabulary: {error!r}") from error
+
+    def encode(self, text):
+        """Text -> list of ids. Special tokens spelled out in the text, such as <|endoftext|>, become their ids."""
+        ranks = self._encoding.encode(text, allowed_special="all")
+        return [self._id_of_rank[rank] for rank in ranks]
+
+    def token_bytes(self, id):
+        """The bytes of one token; none for an id that pads the model's vocabulary. Raises ValueError for others."""
+        if not 0 <= id < self.n_vocab:
+            raise ValueError(f"token id {id} is outside the vocabulary, 0 to {self.n_vocab - 1}")
+        return self.bytes_of.get(id, b"")
+
+    def decode(self, ids):
+        """Ids -> text. Bytes that are not UTF-8 come out as U+FFFD; decode(encode(text)) == text."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------- the ends of a stream
+
+
+class Utf8Stream:
+    """Bytes in, text out, in pieces: a character is given out as soon as its last byte is in, and not before.
+
+    All pieces together are what decoding all bytes at once gives, with U+FFFD for what is not UTF-8.
+    """
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, data):
+        """The characters that `data` completes."""
+        return self._decoder.decode(data)
+
+    def flush(self):
+        """What is left of an unfinished character, as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopMatcher:
+    """Finds stop strings in streamed text, and holds back only what may still become one.
+
+    The stop that is complete first wins; of several complete at the same character, the longest. So the outcome does
+    not depend on how the text is cut into pieces. Raises ValueError for an empty stop string.
+    """
+
+    def __init__(self, stops):
+        if "" in stops:
+            raise ValueError("a stop string is empty; it would match everywhere: leave it out")
+        self.stops = stops
+        self.matched = None
+        self._held = ""
+
+    def push(self, text):
+        """The text that may be shown now. Once `matched` is set, the text before the stop has all been given."""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
+        if found:
+            end, _, self.matched = min(found)
+            self._held = ""
+            return text[: end - len(self.matched)]
+        hold = max((self._overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self):
+        """The text that was held back, now that nothing follows."""
+        text, self._held = self._held, ""
+        return text
+
+    @staticmethod
+    def _overlap(text, stop):
+        """Length of the longest end of `text` that is a beginning of `stop`."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
