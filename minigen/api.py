@@ -3,17 +3,33 @@
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import NamedTuple
 
+from minigen.beam import BeamConfig, beam_search
 from minigen.checkpoint import find, load_config, read_tensors
 from minigen.checks import is_int, require
 from minigen.decode import DecodingConfig, Row, Stopwatch, decode
 from minigen.model import GPT2
 from minigen.sampler import SamplingConfig
+from minigen.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
 from minigen.tokenizer import Tokenizer
 
-# Options that a caller may give, by the part of the engine that they belong to; eos_ids come from the model.
-SAMPLING_OPTIONS = {field.name for field in fields(SamplingConfig)} - {"eos_ids"}
-DECODING_OPTIONS = {field.name for field in fields(DecodingConfig)}
+
+class Options(NamedTuple):
+    """Every option of a run, by the part of the engine it belongs to."""
+
+    sampling: SamplingConfig
+    decoding: DecodingConfig
+    beam: BeamConfig
+    speculation: SpeculationConfig
+
+
+# What a caller may give: all fields of these but eos_ids, which come from the model.
+CONFIGS = (SamplingConfig, DecodingConfig, BeamConfig, SpeculationConfig)
+OPTION_NAMES = {field.name for config in CONFIGS for field in fields(config)} - {"eos_ids"}
+# What beam search has no use for: it looks for the best text and draws nothing.
+NOT_FOR_BEAMS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "context_shift")
+ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
 def load(name=None):
@@ -27,25 +43,54 @@ def load(name=None):
     return GPT2(config, read_tensors(folder, config)), tokenizer
 
 
-def check_options(options):
-    """(`SamplingConfig`, `DecodingConfig`) from keyword options; needs no model, and fills in a random seed.
+# ---------------------------------------------------------------------------------------- checks
 
-    Raises TypeError for an unknown name, ValueError for a value out of range.
+
+def check_options(options, *, drafts=False):
+    """The `Options` that these keywords make; needs no model, and fills in a random seed.
+
+    drafts: whether there is a draft model. Raises TypeError for an unknown name, ValueError for a value out of range
+    and for options that do not go together.
     """
     for name in options:
-        if name not in SAMPLING_OPTIONS | DECODING_OPTIONS:
-            known = ", ".join(sorted(SAMPLING_OPTIONS | DECODING_OPTIONS))
-            raise TypeError(f"there is no option {name!r}; the options are {known}")
-    sampling = SamplingConfig(**{name: value for name, value in options.items() if name in SAMPLING_OPTIONS})
-    decoding = {name: value for name, value in options.items() if name in DECODING_OPTIONS}
-    stop = decoding.get("stop") or ()
-    decoding["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    if decoding.get("seed") is None:
-        decoding["seed"] = secrets.randbits(32)
-    return sampling, DecodingConfig(**decoding)
+        if name not in OPTION_NAMES:
+            raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(OPTION_NAMES))}")
+    options = dict(options)
+    stop = options.get("stop") or ()
+    options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if options.get("seed") is None:
+        options["seed"] = secrets.randbits(32)
+    checked = Options(
+        *(config(**{f.name: options[f.name] for f in fields(config) if f.name in options}) for config in CONFIGS)
+    )
+
+    n, num_beams = checked.decoding.num_return_sequences, checked.beam.num_beams
+    lookup = checked.speculation.prompt_lookup_num_tokens
+    if num_beams > 1:
+        require(n <= num_beams, "num_return_sequences", n, f"at most num_beams, {num_beams}")
+        for name in NOT_FOR_BEAMS:
+            if name in options:
+                raise ValueError(f"{name} is {options[name]!r}, but beam search does not use it: leave it out")
+        if drafts or lookup:
+            raise ValueError(f"num_beams is {num_beams}, but speculation goes without beams: leave one of the two out")
+    for name in ONLY_FOR_BEAMS if num_beams == 1 else ():
+        if name in options:
+            raise ValueError(f"{name} is {options[name]!r}, but only beam search uses it: set num_beams to 2 or more")
+    if drafts and lookup:
+        raise ValueError(
+            f"prompt_lookup_num_tokens is {lookup}, but there is a draft model as well: leave one of the two out"
+        )
+    if "num_draft_tokens" in options and not drafts:
+        raise ValueError(
+            f"num_draft_tokens is {options['num_draft_tokens']!r}, but there is no draft model: give one as well"
+        )
+    if drafts or lookup:
+        require(n == 1, "num_return_sequences", n, "1 with speculation, which runs one text at a time")
+        require(checked.decoding.use_cache, "use_cache", False, "True with speculation")
+    return checked
 
 
-def _bias_by_id(logit_bias, tokenizer):
+def _bias_by_id(logit_bias, tokenizer, vocab_size):
     """logit_bias with every text replaced by the id of the one token it is."""
     by_id = {}
     for token, value in logit_bias.items():
@@ -54,6 +99,8 @@ def _bias_by_id(logit_bias, tokenizer):
             if len(ids) != 1:
                 raise ValueError(f"logit_bias names {token!r}, which is {len(ids)} tokens, {ids}; it must be one")
             token = ids[0]
+        ok = is_int(token, 0) and token < vocab_size
+        require(ok, "a key of logit_bias", token, f"a token id of 0 to {vocab_size - 1}, or the text of a token")
         by_id[token] = value
     return by_id
 
@@ -82,41 +129,76 @@ def _prompt_ids(model, tokenizer, prompts):
     return rows
 
 
-def stream(model, tokenizer, prompts, **options):
+def _check_token_maps(tokenizer, draft_tokenizer):
+    """Raise ValueError where an id that both vocabularies have means different tokens."""
+    for token in range(min(tokenizer.n_vocab, draft_tokenizer.n_vocab)):
+        ours, theirs = tokenizer.token_bytes(token), draft_tokenizer.token_bytes(token)
+        if ours != theirs and ours and theirs:
+            raise ValueError(
+                f"the draft model's vocabulary is another: token {token} is {theirs!r} there and {ours!r} in the model"
+            )
+
+
+# ---------------------------------------------------------------------------------------- generation
+
+
+def stream(model, tokenizer, prompts, *, draft_model=None, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
-    prompts: a text, a list of texts, or a list of lists of token ids. options: those of `SamplingConfig` and
-    `DecodingConfig`; logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by
-    prompt: row r continues prompts[r // num_return_sequences].
+    prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
+    model with the same vocabulary; it then drafts. options: the fields of `SamplingConfig`, `DecodingConfig`,
+    `BeamConfig` and `SpeculationConfig`; logit_bias may be keyed by the text of a token as well as by id. `Step.row`
+    counts prompt by prompt: row r continues prompts[r // num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
     """
     if isinstance(options.get("logit_bias"), Mapping):
-        options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer)
-    sampling, decoding = check_options(options)
+        options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer, model.config.vocab_size)
+    sampling, decoding, beam, speculation = check_options(options, drafts=draft_model is not None)
     sampling = replace(sampling, eos_ids=model.config.eos_ids)
-    for token in sampling.logit_bias:
-        allowed = f"a token id of 0 to {model.config.vocab_size - 1}"
-        require(token < model.config.vocab_size, "a key of logit_bias", token, allowed)
     if decoding.context_shift:
         # Half the context must be left to drop, or each shift would make room for hardly a token.
         allowed = f"less than half the model's context, {model.config.n_positions}, with context_shift"
         require(decoding.keep < model.config.n_positions / 2, "keep", decoding.keep, allowed)
     prompt_ids = _prompt_ids(model, tokenizer, prompts)
-
-    stopwatch = Stopwatch()
     n = decoding.num_return_sequences
-    rows = [
-        Row(index, index // n, prompt_ids[index // n], model, tokenizer, sampling, decoding, stopwatch)
-        for index in range(len(prompt_ids) * n)
-    ]
-    return decode(model, rows, sampling, decoding, stopwatch)
+
+    def rows_of(prompt_indices, stopwatch):
+        indices = [index for prompt in prompt_indices for index in range(prompt * n, prompt * n + n)]
+        return [Row(i, i // n, prompt_ids[i // n], model, tokenizer, sampling, decoding, stopwatch) for i in indices]
+
+    def one_by_one(run):
+        """Searches and speculation take one prompt at a time."""
+        for index in range(len(prompt_ids)):
+            stopwatch = Stopwatch()
+            yield from run(rows_of([index], stopwatch), stopwatch)
+
+    if beam.num_beams > 1:
+        return one_by_one(
+            lambda rows, stopwatch: beam_search(model, rows, tokenizer, sampling, decoding, beam, stopwatch)
+        )
+    if draft_model is not None or speculation.prompt_lookup_num_tokens:
+        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
+        stopwatch = Stopwatch()
+        (row,) = rows_of([0], stopwatch)
+        if draft_model is None:
+            drafter = NgramDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
+            k = speculation.prompt_lookup_num_tokens
+        else:
+            draft, draft_tokenizer = draft_model
+            _check_token_maps(tokenizer, draft_tokenizer)
+            drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
+            k = speculation.num_draft_tokens
+        return speculate(model, row, drafter, sampling, decoding, k, stopwatch)
+    stopwatch = Stopwatch()
+    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch)
 
 
-def generate(model, tokenizer, prompts, **options):
+def generate(model, tokenizer, prompts, *, draft_model=None, **options):
     """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
 
     Arguments and errors are those of `stream`.
     """
-    finished = [step for step in stream(model, tokenizer, prompts, **options) if step.completion]
+    steps = stream(model, tokenizer, prompts, draft_model=draft_model, **options)
+    finished = [step for step in steps if step.completion]
     return [step.completion for step in sorted(finished, key=lambda step: step.row)]

@@ -80,6 +80,15 @@ def find(name=None):
     return _from_hub(repo_id)
 
 
+def default_draft(name=None):
+    """The name of the model that drafts for another one. Raises ValueError where none is known to fit."""
+    if name in (None, DEFAULT_MODEL):
+        return "distilfairytale"
+    if re.fullmatch(r"(openai-community/)?gpt2(-\w+)?", name):
+        return "distilgpt2"
+    raise ValueError(f"no draft model is known for {name}: name one that has the same vocabulary")
+
+
 def _bundled_names():
     return ", ".join(
         sorted({path.parent.name for weights in WEIGHTS_FOLDERS for path in weights.glob("*/config.json")})

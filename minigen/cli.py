@@ -10,16 +10,14 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import minigen
-from minigen.api import DECODING_OPTIONS, SAMPLING_OPTIONS, check_options, load, stream
-from minigen.checkpoint import DEFAULT_MODEL, find
-from minigen.decode import DecodingConfig
-from minigen.sampler import SamplingConfig
+from minigen.api import CONFIGS, OPTION_NAMES, check_options, load, stream
+from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
 
-DEFAULTS = {field.name: field.default for config in (SamplingConfig, DecodingConfig) for field in fields(config)}
+DEFAULTS = {field.name: field.default for config in CONFIGS for field in fields(config)}
 
 
 # ---------------------------------------------------------------------------------------- arguments
@@ -42,6 +40,17 @@ def _bias(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not ID+BIAS, ID-BIAS or TEXT=BIAS, such as 262-5, 262-inf or ' the'=1.5"
         ) from None
+
+
+def _early_stopping(text):
+    choices = {"true": True, "false": False, "never": "never"}
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+    return choices[text]
+
+
+def _draft_tokens(text):
+    return text if text == "auto" else int(text)
 
 
 def build_parser():
@@ -121,6 +130,34 @@ def build_parser():
     )
     option(
         group, "-s", "--seed", type=int, metavar="N", help="repeat a run; the seed in use is printed (default random)"
+    )
+
+    group = parser.add_argument_group("beam search")
+    option(group, "--num-beams", type=int, metavar="N", help="keep the N best partial texts; 1 is off")
+    option(group, "--length-penalty", type=float, metavar="X", help="0 ranks by the sum, more favours longer texts")
+    option(
+        group,
+        "--early-stopping",
+        type=_early_stopping,
+        metavar="true|false|never",
+        help="stop at N finished texts, when no better one is likely, or when none is possible (default false)",
+    )
+
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--speculative", action="store_true", help="let a smaller model draft, the one known to fit")
+    group.add_argument("--draft-model", metavar="NAME", help="let this model draft; it needs the same vocabulary")
+    option(
+        group,
+        "--num-draft-tokens",
+        type=_draft_tokens,
+        metavar="N|auto",
+        help="tokens it proposes at a time",
+    )
+    option(
+        group, "--prompt-lookup-num-tokens", type=int, metavar="N", help="draft N tokens from the text itself; 0 is off"
+    )
+    option(
+        group, "--max-matching-ngram-size", type=int, metavar="N", help="the longest end of the text to look up in it"
     )
 
     group = parser.add_argument_group("cache and context")
@@ -203,7 +240,6 @@ def _in_row_order(steps):
 
 def _as_json(step, prompt, model, seed):
     done = step.completion
-    timings = done.timings
     logprobs = None
     if done.logprobs is not None:
         logprobs = [
@@ -225,9 +261,12 @@ def _as_json(step, prompt, model, seed):
             "finish_reason": done.finish_reason,
             "stop_sequence": done.stop_sequence,
             "logprobs": logprobs,
+            "sum_logprob": done.sum_logprob,
+            "score": done.score,
             "model": model,
             "seed": seed,
-            "timings": timings._asdict(),
+            "speculation": done.speculation and asdict(done.speculation),
+            "timings": done.timings._asdict(),
         },
         ensure_ascii=False,
     )
@@ -239,14 +278,16 @@ def _note_logprobs(completion):
         _note(f"{entry.logprob:9.4f}  {entry.text!r:16} {best}")
 
 
-def _header(name, folder, model, options):
+def _header(name, folder, model, draft_name, options):
     """The model and every setting that repeats the run."""
-    settings = {name: DEFAULTS[name] for name in ("temperature", "top_p", "max_tokens")} | options
-    shown = " ".join(f"{name} {value!r}" for name, value in settings.items() if value != {})
+    always = ["max_tokens"] if options.get("num_beams", 1) > 1 else ["temperature", "top_p", "max_tokens"]
+    settings = {option: DEFAULTS[option] for option in always} | options
+    shown = " ".join(f"{option} {value!r}" for option, value in settings.items() if value != {})
     n_parameters = sum(p.size for p in model.params.values())
+    drafts = f" · drafts by {draft_name}" if draft_name else ""
     return (
         f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "
-        f"context {model.config.n_positions} · {shown}"
+        f"context {model.config.n_positions}{drafts} · {shown}"
     )
 
 
@@ -260,9 +301,16 @@ def _closing_line(completions):
     def speed(count, seconds):
         return f"{count} tokens" + (f" in {seconds:.2f} s ({count / seconds:.1f}/s)" if count and seconds else "")
 
+    drafts = ""
+    if (stats := completions[0].speculation) and stats.drafted:
+        drafts = (
+            f" · accepted {stats.accepted} of {stats.drafted} drafts ({stats.accepted / stats.drafted:.0%}), "
+            f"{tokens / stats.target_passes:.2f} tokens a pass, {stats.draft_seconds:.2f} s drafting, "
+            f"{stats.target_seconds:.2f} s checking"
+        )
     return (
         f"prompt {speed(prompt_tokens, timings.prompt_seconds)} · generated {speed(tokens, timings.seconds)} · "
-        f"K/V cache {timings.cache_bytes / 2**20:.1f} MiB · finish_reason {', '.join(reasons)}"
+        f"K/V cache {timings.cache_bytes / 2**20:.1f} MiB{drafts} · finish_reason {', '.join(reasons)}"
     )
 
 
@@ -270,27 +318,29 @@ def _closing_line(completions):
 
 
 def run(args):
-    """Read the prompts, load the model, print the continuations; the exit code."""
-    options = {name: value for name, value in vars(args).items() if name in SAMPLING_OPTIONS | DECODING_OPTIONS}
+    """Read the prompts, load the models, print the continuations; the exit code."""
+    options = {name: value for name, value in vars(args).items() if name in OPTION_NAMES}
+    draft_name = args.draft_model or (default_draft(args.model) if args.speculative else None)
     # What needs no model is checked before one is loaded. A bias may name its token by text, which needs the tokenizer.
-    _, decoding = check_options({name: value for name, value in options.items() if name != "logit_bias"})
+    without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
+    decoding = check_options(without_bias, drafts=draft_name is not None).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     prompts = read_prompts(args)
+    name = args.model or DEFAULT_MODEL
     folder = find(args.model)
     model, tokenizer = load(folder)
+    draft_model = load(draft_name) if draft_name else None
     if not args.quiet:
-        _note(_header(args.model or DEFAULT_MODEL, folder, model, options))
+        _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
-            _note(
-                "hint: the prompt ends with a space; GPT-2 joins a space to the word after it and does better without"
-            )
+            _note("hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without")
 
     completions, row, line_open = [], None, False
     try:
-        for step in _in_row_order(stream(model, tokenizer, prompts, **options)):
+        for step in _in_row_order(stream(model, tokenizer, prompts, draft_model=draft_model, **options)):
             done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
             if args.json:
-                text = _as_json(step, prompt, args.model or DEFAULT_MODEL, decoding.seed) if done else ""
+                text = _as_json(step, prompt, name, decoding.seed) if done else ""
             else:
                 text = step.text if not args.no_stream else done.text if done else ""
                 if step.row != row:

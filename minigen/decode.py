@@ -75,6 +75,17 @@ class Timings(NamedTuple):
     cache_bytes: int
 
 
+@dataclass
+class SpeculationStats:
+    """How a row's drafts fared."""
+
+    drafted: int = 0
+    accepted: int = 0
+    target_passes: int = 0  # after the prompt; each gives one token more than it accepts
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Completion:
     """One finished continuation.
@@ -88,7 +99,9 @@ class Completion:
     finish_reason: str  # eos | stop | length | context
     stop_sequence: str | None
     logprobs: list[TokenLogprob] | None
-    score: float | None  # beam search's; None elsewhere
+    sum_logprob: float | None  # beam search's sum of log-probabilities; None elsewhere
+    score: float | None  # and what it ranks by: sum_logprob / generated_length ** length_penalty
+    speculation: SpeculationStats | None  # None without drafts
     timings: Timings
 
 
@@ -139,6 +152,8 @@ class Row:
         self.rng = np.random.default_rng([config.seed, index])
         self.finish_reason = None
         self.logprobs = None if config.logprobs is None else []
+        self.sum_logprob = self.score = None  # set by beam search
+        self.speculation = None  # set by speculation
         self._n_positions = model.config.n_positions
         self._tokenizer = tokenizer
         self._eos_ids = sampling.eos_ids
@@ -193,7 +208,7 @@ class Row:
         kept, rest = self.context[: self._config.keep], self.context[self._config.keep :]
         self.context = kept + rest[len(rest) - len(rest) // 2 :]
 
-    def _step(self, text, token, logprob, from_draft, score=None):
+    def _step(self, text, token, logprob, from_draft):
         completion = None
         if self.finish_reason and not self._stops.matched:
             text += self._stops.push(self._utf8.flush())
@@ -210,7 +225,9 @@ class Row:
                 finish_reason=self.finish_reason,
                 stop_sequence=self._stops.matched,
                 logprobs=self.logprobs,
-                score=score,
+                sum_logprob=self.sum_logprob,
+                score=self.score,
+                speculation=self.speculation,
                 timings=self._stopwatch.timings(self.n_prompt, self.n_generated),
             )
         return Step(text, token, logprob, self.index, from_draft, self.finish_reason, completion)

@@ -1,0 +1,216 @@
+"""Speculative decoding: something cheap proposes tokens, the model checks them all in one pass.
+
+A drafter proposes k tokens x, each with the distribution q it was drawn from. One pass of the target gives its own
+distribution p at every one of these places. In order,
+
+    x is accepted with probability min(1, p(x) / q(x));
+    at the first rejection the token is drawn from max(p - q, 0), normalised, and the rest of the draft is dropped;
+    if all are accepted, one more token is drawn from the target's next distribution.
+
+The result is distributed exactly as the target's own sampling (Leviathan et al. 2023; Chen et al. 2023): q only decides
+how often a draft is accepted. p and q come from the same `sampler.probs`, with the history that each place would have
+had; greedy decoding is the case in which both are certain of one token.
+
+It pays because a pass over k + 1 tokens reads the weights once, as a pass over one does.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from minigen.checks import is_int, require
+from minigen.decode import SpeculationStats, Step, feed, new_cache
+from minigen.sampler import History, draw, one_hot, probs
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """The options of speculation. Raises ValueError, naming field, value and range."""
+
+    num_draft_tokens: int | str = 4  # >= 1, or "auto": tokens a draft model proposes for each pass of the target
+    prompt_lookup_num_tokens: int = 0  # >= 0: propose so many tokens from the text itself, without a model; 0 is off
+    max_matching_ngram_size: int = 2  # >= 1: the longest end of the text that is looked up in it
+
+    def __post_init__(self):
+        ok = self.num_draft_tokens == "auto" or is_int(self.num_draft_tokens, 1)
+        require(ok, "num_draft_tokens", self.num_draft_tokens, 'a whole number of 1 or more, or "auto"')
+        ok = is_int(self.prompt_lookup_num_tokens, 0)
+        require(ok, "prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, "a whole number of 0 or more (0 is off)")
+        ok = is_int(self.max_matching_ngram_size, 1)
+        require(ok, "max_matching_ngram_size", self.max_matching_ngram_size, "a whole number of 1 or more")
+
+
+# ---------------------------------------------------------------------------------------- drafters
+
+
+class ModelDrafter:
+    """Proposes what a smaller model with the same token map would generate."""
+
+    def __init__(self, model, n_vocab, context, sampling, config):
+        self.model = model
+        self.n_vocab = n_vocab  # the target's
+        self.sampling = sampling
+        self.cache = new_cache(model, [context[: model.config.n_positions]], config)
+
+    def propose(self, row, k):
+        """Up to k tokens after `row.context`, fewer where the model's context is full.
+
+        Returns the tokens and, for each, the distribution it was drawn from, float64 [V].
+        """
+        tokens, distributions = [], []
+        k = min(k, self.model.config.n_positions - len(row.context) + 1)
+        for _ in range(k):
+            logits = feed(self.model, self.cache, [row.context + tokens])[0][: self.n_vocab]
+            # An id that only the target has is never proposed, one that only the draft has is no token of the target.
+            logits = np.pad(logits, (0, self.n_vocab - len(logits)), constant_values=-np.inf)
+            q = probs(logits, History(row.ids + tokens, row.n_prompt), self.sampling)
+            tokens.append(draw(q, row.rng))
+            distributions.append(q)
+        return tokens, distributions
+
+    def truncate(self, length):
+        """Forget what was proposed after the first `length` tokens of the context."""
+        self.cache.truncate(min(length, self.cache.length[0]))
+
+
+class NgramDrafter:
+    """Proposes what followed the last time the text's last tokens occurred in it; no model, no cache (Saxena 2023)."""
+
+    def __init__(self, n_vocab, max_matching_ngram_size):
+        self.n_vocab = n_vocab
+        self.max_matching_ngram_size = max_matching_ngram_size
+
+    def propose(self, row, k):
+        """Up to k tokens, none where nothing matches, each with a distribution that is certain of it."""
+        ids = row.context
+        for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
+            end = ids[-size:]
+            for start in range(len(ids) - size - 1, -1, -1):  # the latest occurrence first
+                if ids[start : start + size] == end:
+                    tokens = ids[start + size : start + size + k]
+                    return tokens, [one_hot(token, self.n_vocab) for token in tokens]
+        return [], []
+
+    def truncate(self, length):
+        """There is nothing to forget."""
+
+
+# ---------------------------------------------------------------------------------------- verification
+
+
+def verify(token, p, q, rng):
+    """Accept a token drawn from q, or replace it, such that the result is distributed as p: (token, accepted).
+
+    p, q: float64 [V]. Takes one uniform for the decision, none where that is certain, and one for a replacement.
+    """
+    if p[token] >= q[token] or (p[token] > 0 and rng.random() * q[token] < p[token]):
+        return token, True
+    residual = np.maximum(p - q, 0)
+    total = residual.sum()
+    # Only where p and q differ by rounding alone can nothing be left.
+    return draw(residual / total if total > 0 else p, rng), False
+
+
+# ---------------------------------------------------------------------------------------- how much to propose
+
+
+class DraftLength:
+    """num_draft_tokens="auto": the k that has promised the most tokens a second, from 0 (plain decoding) to `MOST`.
+
+    If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average
+    (Leviathan et al. 2023, equation 1) for k draft steps and one target pass. a and the seconds of both are running
+    means of what the rounds showed. They are measured, so the same seed may give other texts, of the same distribution.
+    """
+
+    MOST = 8
+    FADING = 0.9  # weight of the past in a running mean
+    RETRY = 32  # rounds of plain decoding after which drafts get another chance
+
+    def __init__(self):
+        self.acceptance = 0.7
+        self.draft_seconds = 0.0  # for one token
+        self.target_seconds = {}  # number of drafts -> seconds of the pass that checks them
+        self.plain_rounds = 0
+
+    def choose(self):
+        """The number of tokens to propose in the next round."""
+        for first in (0, 4):  # the first two rounds measure a plain step and a round
+            if first not in self.target_seconds:
+                return first
+        known = sorted(self.target_seconds)
+        seconds = np.interp(range(self.MOST + 1), known, [self.target_seconds[k] for k in known])
+        seconds += self.draft_seconds * np.arange(self.MOST + 1)
+        tokens = np.cumsum(self.acceptance ** np.arange(self.MOST + 1))
+        best = int(np.argmax(tokens / seconds))
+        self.plain_rounds = self.plain_rounds + 1 if best == 0 else 0
+        return 4 if best == 0 and self.plain_rounds % self.RETRY == 0 else best
+
+    def record(self, drafted, accepted, draft_seconds, target_seconds):
+        """Learn from a round."""
+
+        def fade(old, new):
+            return new if old is None else self.FADING * old + (1 - self.FADING) * new
+
+        self.target_seconds[drafted] = fade(self.target_seconds.get(drafted), target_seconds)
+        if drafted:
+            self.draft_seconds = fade(self.draft_seconds or None, draft_seconds / drafted)
+        for was_accepted in [1.0] * accepted + [0.0] * (accepted < drafted):
+            self.acceptance = fade(self.acceptance, was_accepted)
+
+
+# ---------------------------------------------------------------------------------------- the loop
+
+
+def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch) -> Iterator[Step]:
+    """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
+
+    Between rounds both caches hold all of `row.context` but its last token.
+    """
+    if config.max_tokens == 0:
+        yield row.end("length")
+        return
+    length = DraftLength() if num_draft_tokens == "auto" else None
+    stats = row.speculation = SpeculationStats()
+    cache = new_cache(model, [row.context], config)
+    while True:
+        if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
+            feed(model, cache, [row.context[:-1]])
+            stopwatch.lap(cache)
+        # A round may give one token more than it drafts, and must overrun neither budget nor context.
+        k = min(
+            length.choose() if length else num_draft_tokens,
+            config.max_tokens - row.n_generated - 1,
+            model.config.n_positions - len(row.context),
+            cache.max_chunk - 1,
+        )
+        start = time.perf_counter()
+        drafts, distributions = drafter.propose(row, k)
+        draft_seconds = time.perf_counter() - start
+        logits = model.forward([row.context[-1:] + drafts], cache, last_only=False)[0]  # [1, k + 1, V] -> [k + 1, V]
+        target_seconds = time.perf_counter() - start - draft_seconds
+        stats.draft_seconds += draft_seconds
+        stats.target_seconds += target_seconds
+        stats.target_passes += 1
+        stats.drafted += len(drafts)
+        n_context, n_accepted = len(row.context), 0
+        for place, place_logits in enumerate(logits):
+            p = probs(place_logits, row.history, sampling)
+            if place < len(drafts):
+                token, accepted = verify(drafts[place], p, distributions[place], row.rng)
+            else:
+                token, accepted = draw(p, row.rng), False
+            n_accepted += accepted
+            stats.accepted += accepted
+            yield row.accept(token, place_logits, from_draft=accepted)
+            if not accepted or row.finish_reason:
+                break
+        if row.finish_reason:
+            return
+        if length:
+            length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
+        # After a shift nothing that the caches hold is the context's any more.
+        kept = len(row.context) - 1 if len(row.context) > n_context else 0
+        cache.truncate(min(kept, cache.length[0]))
+        drafter.truncate(kept)
