@@ -56,8 +56,9 @@ def check_options(options, *, drafts=False):
         if name not in OPTION_NAMES:
             raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(OPTION_NAMES))}")
     options = dict(options)
-    stop = options.get("stop") or ()
-    options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = options.get("stop")
+    if stop is None or isinstance(stop, str | list):
+        options["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if options.get("seed") is None:
         options["seed"] = secrets.randbits(32)
     checked = Options(
@@ -108,6 +109,8 @@ def _bias_by_id(logit_bias, tokenizer, vocab_size):
 def _prompt_ids(model, tokenizer, prompts):
     """The ids of each prompt, checked against the model. An empty prompt becomes the begin-of-text id."""
     config = model.config
+    allowed = "a text, a list of texts, or a list of lists of token ids"
+    require(isinstance(prompts, str | list | tuple), "prompts", prompts, allowed)
     prompts = [prompts] if isinstance(prompts, str) else prompts
     rows = []
     for index, prompt in enumerate(prompts):
@@ -161,6 +164,8 @@ def stream(model, tokenizer, prompts, *, draft_model=None, **options):
         allowed = f"less than half the model's context, {model.config.n_positions}, with context_shift"
         require(decoding.keep < model.config.n_positions / 2, "keep", decoding.keep, allowed)
     prompt_ids = _prompt_ids(model, tokenizer, prompts)
+    if not prompt_ids:
+        return iter(())
     n = decoding.num_return_sequences
 
     def rows_of(prompt_indices, stopwatch):

@@ -153,7 +153,8 @@ class KVCache:
         rows = np.asarray(rows, int)
         used = min(self.length.max(initial=0), self.capacity)
         moved = np.flatnonzero(rows != np.arange(len(rows)))
-        start = shared if self.length.max(initial=0) <= self.capacity else 0  # after a wrap no slot is the prompt's
+        # Once a row has wrapped, its first slots held later positions, and hold nothing of use after a truncate.
+        start = shared if (self.slot_pos[:, :shared] == np.arange(shared)).all() else 0
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             if len(rows) == self.batch:
                 # The right-hand sides are copies made before anything is written, so rows may swap.

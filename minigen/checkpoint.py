@@ -7,6 +7,7 @@ the library's NumPy side, has no bfloat16, and to read each one straight into th
 """
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -20,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from minigen.model import GPT2Config
 
 DEFAULT_MODEL = "fairytale"
-# The bundled models: beside the package in a checkout, inside it in an installed wheel.
-WEIGHTS_FOLDERS = [Path(__file__).resolve().parents[1] / "weights", Path(__file__).resolve().parent / "weights"]
+# The bundled models: inside the package in an installed wheel, beside it in a checkout.
+WEIGHTS_FOLDERS = [folder / "weights" for folder in Path(__file__).resolve().parents[:2]]
 # What is fetched of a hub repository, which may hold the same weights in five other formats.
 HUB_FILES = [
     "config.json",
@@ -34,7 +35,7 @@ HUB_FILES = [
     "added_tokens.json",
     "special_tokens_map.json",
 ]
-# How each dtype is read; little-endian, as the format demands. NumPy has no bfloat16: see `_read_tensor`.
+# How each dtype is read; little-endian, as the format demands. NumPy has no bfloat16: see `_read_values`.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # Causal masks that old files carry along; attention makes its own. Not h.0.attn.c_attn.bias, which is a parameter.
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -49,7 +50,117 @@ def read_json(path):
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
+# ---------------------------------------------------------------------------------------- what a folder holds
+
+
+def load_config(folder):
+    """The `GPT2Config` of a checkpoint folder; generation_config.json, where there is one, names the end-of-text ids.
+
+    Raises OSError where config.json is missing, ValueError where its content cannot be used.
+    """
+    folder = Path(folder)
+    path, generation_path = folder / "config.json", folder / "generation_config.json"
+    if not path.is_file():
+        raise OSError(f"{folder} has no config.json; a checkpoint folder holds config.json and model.safetensors")
+    raw = read_json(path)
+    try:
+        config = GPT2Config.from_dict(raw)
+        if generation_path.is_file():
+            path = generation_path
+            raw = read_json(path)
+            if not isinstance(raw, dict):
+                raise ValueError("it is not an object of keys and values")
+            if "eos_token_id" in raw:
+                config = replace(config, eos_token_id=raw["eos_token_id"])
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    return config
+
+
+def _weight_files(folder):
+    """The safetensors file or shards of a checkpoint folder."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        advice = (
+            f"; {pickles[0]} is a pickle, which can run code when opened and is never read: convert it once with "
+            "transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+            if pickles
+            else ""
+        )
+        raise OSError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{advice}")
+    weight_map = read_json(index)
+    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map from tensor names to file names")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for path in files:
+        if path.parent != folder:
+            raise ValueError(f"{index} names {str(path)!r}, which lies outside the checkpoint's folder")
+        if not path.is_file():
+            raise OSError(f"{index} names {path.name}, which is not there: the checkpoint is incomplete")
+    return files
+
+
 # ---------------------------------------------------------------------------------------- finding the folder
+
+
+def _bundled_names():
+    return ", ".join(
+        sorted({path.parent.name for weights in WEIGHTS_FOLDERS for path in weights.glob("*/config.json")})
+    )
+
+
+def _lacks(folder):
+    """What a folder lacks to be a checkpoint, as a sentence; None where it is complete."""
+    try:
+        load_config(folder)
+        _weight_files(folder)
+    except (OSError, ValueError) as error:
+        return str(error)
+    if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return None
+    return f"{folder} has neither vocab.json with merges.txt nor tokenizer.json"
+
+
+def _from_hub(repo_id):
+    """The snapshot folder of a hub repository: from the local cache if it is complete there, else downloaded."""
+    # Imported here because it takes longer than everything else together, and most runs need no hub.
+    from huggingface_hub import constants, errors, snapshot_download, utils
+
+    # The library's own look into its cache wants every file that the repository has; what is needed is enough here.
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    main = cached / "refs" / "main"
+    snapshots = [cached / "snapshots" / main.read_text().strip()] if main.is_file() else cached.glob("snapshots/*")
+    for folder in snapshots:
+        if not _lacks(folder):
+            return folder
+
+    problem = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        if not sys.stderr.isatty():
+            utils.disable_progress_bars()
+        try:
+            folder = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
+            problem = _lacks(folder)
+            if not problem:
+                return folder
+        except errors.GatedRepoError as error:
+            raise OSError(
+                f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise OSError(
+                f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
+            ) from error
+        except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
+            problem = str(error).partition("\n")[0]
+    raise OSError(
+        f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
+        f"({problem}); go online once, or give the folder of a checkpoint"
+    )
 
 
 def find(name=None):
@@ -59,10 +170,10 @@ def find(name=None):
     `distilgpt2` standing for their full ids; None for the bundled default. A model from the hub is downloaded once;
     what is in the local cache is used without touching the network. Raises OSError where there is nothing to find.
     """
-    path = Path(name or DEFAULT_MODEL).expanduser()
+    path = Path(os.path.expanduser(name or DEFAULT_MODEL))
     if name and path.is_dir():
         return path
-    if path.is_file():
+    if name and path.is_file():
         raise OSError(f"{path} is a file; give the folder that holds config.json and model.safetensors")
     for weights in WEIGHTS_FOLDERS:
         if (weights / path / "config.json").is_file():
@@ -89,66 +200,6 @@ def default_draft(name=None):
     raise ValueError(f"no draft model is known for {name}: name one that has the same vocabulary")
 
 
-def _bundled_names():
-    return ", ".join(
-        sorted({path.parent.name for weights in WEIGHTS_FOLDERS for path in weights.glob("*/config.json")})
-    )
-
-
-def _from_hub(repo_id):
-    # Imported here because it takes longer than everything else together, and most runs need no hub.
-    from huggingface_hub import constants, errors, snapshot_download, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
-    try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, local_files_only=True))
-        load_config(folder)
-        _weight_files(folder)
-        return folder
-    except OSError:
-        pass  # not in the cache, or not all of it
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
-    except errors.GatedRepoError as error:
-        raise OSError(
-            f"{repo_id} asks its users to accept terms: do so on its page, then run `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise OSError(
-            f"the hub has no model {repo_id!r}; check the name, or run `hf auth login` if it is private"
-        ) from error
-    except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).partition("\n")[0]
-        raise OSError(
-            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
-            f"({reason}); go online once, or give the folder of a checkpoint"
-        ) from error
-
-
-# ---------------------------------------------------------------------------------------- configuration
-
-
-def load_config(folder):
-    """The `GPT2Config` of a checkpoint folder; generation_config.json, where there is one, names the end-of-text ids.
-
-    Raises OSError where config.json is missing, ValueError where its content cannot be used.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise OSError(f"{folder} has no config.json; a checkpoint folder holds config.json and model.safetensors")
-    try:
-        config = GPT2Config.from_dict(read_json(path))
-        generation_path = Path(folder) / "generation_config.json"
-        if generation_path.is_file():
-            path, generation = generation_path, read_json(generation_path)
-            if "eos_token_id" in generation:
-                config = replace(config, eos_token_id=generation["eos_token_id"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
-    return config
-
-
 # ---------------------------------------------------------------------------------------- tensors
 
 
@@ -166,42 +217,16 @@ class StoredTensor(NamedTuple):
         return int(np.prod(self.shape))
 
 
-def _weight_files(folder):
-    """The safetensors file or shards of a checkpoint folder."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        pickles = [path.name for path in folder.glob("*.bin")]
-        advice = (
-            f"; {pickles[0]} is a pickle, which can run code when opened and is never read: convert it once with "
-            "transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-            if pickles
-            else ""
-        )
-        raise OSError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{advice}")
-    weight_map = read_json(index)
-    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
-        raise ValueError(f"{index} has no weight_map from tensor names to file names")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    for path in files:
-        if path.parent != folder:
-            raise ValueError(f"{index} names {str(path)!r}, which lies outside the checkpoint's folder")
-        if not path.is_file():
-            raise OSError(f"{index} names {path.name}, which is not there: the checkpoint is incomplete")
-    return files
-
-
 def _read_header(path):
     """The tensors of a safetensors file, after the library has checked that header and file fit each other."""
 
     def refuse_duplicates(pairs):
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
+        seen = {}
+        for name, value in pairs:
+            if name in seen:
                 raise ValueError(f"{path} names {name!r} twice")
-        return dict(pairs)
+            seen[name] = value
+        return seen
 
     try:
         with safe_open(path, framework="numpy"):
@@ -218,17 +243,28 @@ def _read_header(path):
     ]
 
 
-def _read_tensor(stored):
-    """One tensor as float32, read into the array it stays in."""
+def _read_values(stored, start=0, count=None):
+    """`count` values of a tensor from the `start`th on, by default all, as float32 in one dimension."""
     # fromfile has NumPy allocate, which gets huge pages for large arrays; a buffer handed over by a reader does not,
     # and the whole forward pass is then about a tenth slower.
-    raw = np.fromfile(stored.path, DTYPES[stored.dtype], count=stored.size, offset=stored.offset).reshape(stored.shape)
+    dtype = np.dtype(DTYPES[stored.dtype])
+    count = stored.size if count is None else count
+    raw = np.fromfile(stored.path, dtype, count, offset=stored.offset + start * dtype.itemsize)
     if stored.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         raw = raw.astype(np.uint32)
         raw <<= 16
         return raw.view(np.float32)
     return raw.astype(np.float32, copy=False)
+
+
+def _holds(stored, array, piece=2**20):
+    """Whether a stored tensor has an array's shape and values; read piece by piece, to hold no second copy of it."""
+    if stored.shape != array.shape or stored.dtype not in DTYPES:
+        return False
+    values = array.reshape(-1)
+    pieces = ((start, min(piece, len(values) - start)) for start in range(0, len(values), piece))
+    return all(np.array_equal(_read_values(stored, at, n), values[at : at + n]) for at, n in pieces)
 
 
 def read_tensors(folder, config):
@@ -252,6 +288,10 @@ def read_tensors(folder, config):
                 raise ValueError(f"{folder} holds {name} twice: {tensors[name].name} and {stored.name}")
             tensors[name] = stored
 
+    if config.n_layer > len(tensors):
+        raise ValueError(
+            f"{folder} holds {len(tensors)} tensors, too few for the n_layer of {config.n_layer} in its config.json"
+        )
     shapes = config.parameter_shapes()
     head = tensors.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     missing = [name for name in shapes if name not in tensors]
@@ -272,12 +312,9 @@ def read_tensors(folder, config):
             )
 
     # Largest first: the half-precision bytes of a tensor live only until it is widened, and so never on top of all.
-    params = {name: _read_tensor(tensors[name]) for name in sorted(shapes, key=lambda name: -tensors[name].size)}
-    if head is not None and (
-        head.shape != shapes["wte.weight"]
-        or head.dtype not in DTYPES
-        or not np.array_equal(_read_tensor(head), params["wte.weight"])
-    ):
+    largest_first = sorted(shapes, key=lambda name: -tensors[name].size)
+    params = {name: _read_values(tensors[name]).reshape(shapes[name]) for name in largest_first}
+    if head is not None and not _holds(head, params["wte.weight"]):
         warnings.warn(
             f"{folder}: lm_head.weight differs from wte.weight, but config.json ties the two: wte.weight is used "
             "(set tie_word_embeddings to false to use the file's head)",

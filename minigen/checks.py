@@ -17,9 +17,10 @@ def is_int(value, least=-math.inf):
 
 
 def is_number(value):
-    """Whether `value` is a finite real number, but not a bool."""
-    return (
-        isinstance(value, int | float | np.integer | np.floating)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    """Whether `value` is a finite real number that a float can hold, but not a bool."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False

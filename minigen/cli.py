@@ -209,7 +209,10 @@ def read_prompts(args):
         if args.file is not None:
             return [_read_file(args.file)]
         if args.prompts_file is not None:
-            return _read_file(args.prompts_file).splitlines()
+            text = _read_file(args.prompts_file)
+            if not text:
+                raise ValueError(f"{args.prompts_file} is empty; it must hold a prompt on each line")
+            return re.split("\r?\n", text)
     except OSError as error:
         raise OSError(f"cannot read the prompt from {error.filename}: {error.strerror}") from error
     if args.prompt:
@@ -330,6 +333,7 @@ def run(args):
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
+    steps = stream(model, tokenizer, prompts, draft_model=draft_model, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
@@ -337,7 +341,7 @@ def run(args):
 
     completions, row, line_open = [], None, False
     try:
-        for step in _in_row_order(stream(model, tokenizer, prompts, draft_model=draft_model, **options)):
+        for step in _in_row_order(steps):
             done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
             if args.json:
                 text = _as_json(step, prompt, name, decoding.seed) if done else ""
@@ -372,6 +376,9 @@ def run(args):
 def main(argv=None):
     """The console entry point; returns the exit code: 0, 2 for an error of the user's, 130 for Ctrl-C, 141 for a pipe
     closed by its reader."""
+    # Python has None for a stream that was closed before it started.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     # UTF-8 whatever the locale.
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -379,11 +386,15 @@ def main(argv=None):
     try:
         return run(build_parser().parse_args(argv))
     except BrokenPipeError:
-        # The reader has left, as head does. Python flushes stdout once more on exit and must not find the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141  # the reader has left, as head does
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError) as error:
         _note(f"minigen: {error}")
         return 2
+    finally:
+        # What a closed pipe or a full disk has left in the buffer must not come up again when Python exits.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

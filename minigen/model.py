@@ -67,7 +67,7 @@ class GPT2Config:
 
     @classmethod
     def from_dict(cls, config):
-        """Build from a parsed config.json. Raises ValueError for another architecture; ignores keys that change nothing."""
+        """From a parsed config.json, whose other keys change nothing. Raises ValueError for another architecture."""
         if not isinstance(config, dict):
             raise ValueError(f"the configuration is a {type(config).__name__}, not an object of keys and values")
         model_type = config.get("model_type", "gpt2")
@@ -172,13 +172,15 @@ class GPT2:
         id, computed and thrown away). Returns float32 [B, V], the logits at the last position, or [B, T, V] with
         last_only=False.
 
-        Raises ValueError for an empty `ids`, an id outside the vocabulary, positions beyond n_positions, or more
-        tokens than the cache takes; the cache is unchanged then.
+        Raises ValueError for empty or fractional `ids`, an id outside the vocabulary, positions beyond n_positions, or
+        more tokens than the cache takes; the cache is unchanged then.
         """
         ids = np.atleast_2d(ids)
         B, T = ids.shape
-        if ids.size == 0:
-            raise ValueError("there are no ids to run; a forward pass needs at least 1 token")
+        if ids.size == 0 or ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"ids are {ids.dtype} {list(ids.shape)}; a forward pass needs whole numbers [B, T], T >= 1"
+            )
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
             raise ValueError(f"token id {bad} is outside the vocabulary, 0 to {self.config.vocab_size - 1}")
@@ -186,6 +188,7 @@ class GPT2:
         if cache.batch != B:
             raise ValueError(f"ids has {B} rows, the cache {cache.batch}")
         pad = np.zeros(B, int) if pad is None else np.asarray(pad)
+        require(pad.shape == (B,) and (pad >= 0).all() and (pad <= T).all(), "pad", pad, f"{B} numbers from 0 to {T}")
 
         columns = np.arange(T) - pad[:, None]  # [B, T], negative on padding
         positions = np.where(columns < 0, -1, cache.length[:, None] + columns)

@@ -74,8 +74,8 @@ class SamplingConfig:
             ok = is_number(value) or value == -math.inf
             require(ok, f"the logit_bias of token {token}", value, "a finite number, or -inf to ban the token")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        ok = all(map(callable, self.logits_processors))
-        require(ok, "logits_processors", self.logits_processors, "a sequence of callables (history, logits) -> logits")
+        ok = isinstance(self.logits_processors, tuple | list) and all(map(callable, self.logits_processors))
+        require(ok, "logits_processors", self.logits_processors, "a list of callables (history, logits) -> logits")
 
 
 # ---------------------------------------------------------------------------------------- penalties and bans
@@ -135,7 +135,13 @@ def process(logits, history, config):
     if config.ignore_eos or n_generated < config.min_tokens:
         logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, REMOVED))
     for processor in config.logits_processors:
-        logits = np.asarray(processor(history, logits))
+        processed = processor(history, logits.copy())  # a copy: it may work in place, and `logits` are the model's own
+        if not isinstance(processed, np.ndarray) or processed.shape != logits.shape:
+            raise ValueError(
+                f"generated token {n_generated + 1}: a logits processor returned {processed!r}; "
+                f"it must return an array of {len(logits)} logits"
+            )
+        logits = processed
     return logits
 
 
@@ -191,10 +197,11 @@ def keep_top_p(logits, p):
         return logits
     weights = _weights(logits)
     total = weights.sum(dtype=float)
-    # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie behind the border. What is
-    # left to sort is a tenth or less of a real vocabulary; to sort all of 50,257 takes as long as all the rest.
-    candidates = np.sort(weights[weights > (1 - p) * total / len(logits) * 0.999])[::-1]
-    mass_before = (np.cumsum(candidates, dtype=float) - candidates) / total
+    # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie behind the border, and of a
+    # real vocabulary most of the others need not be sorted. (0.999: rounding must not move the border.)
+    candidates = weights[np.flatnonzero(weights > 0.999 * (1 - p) / len(logits) * total)]
+    candidates = np.sort(candidates)[::-1].astype(float)
+    mass_before = (np.cumsum(candidates) - candidates) / total
     count = max(np.count_nonzero(mass_before < p), 1)
     return _keep_best(logits, weights, candidates[count - 1], count)
 
@@ -211,21 +218,16 @@ def keep_typical_p(logits, p):
     """
     if p >= 1:
         return logits
-    log_p = np.full(len(logits), -np.inf)
-    possible = logits > REMOVED
-    log_p[possible] = log_softmax(logits[possible])
+    tokens = np.flatnonzero(logits > REMOVED)
+    log_p = log_softmax(logits[tokens])
     probabilities = np.exp(log_p)
-    entropy = -(probabilities[possible] @ log_p[possible])
-    typicality = -np.abs(log_p + entropy)  # -inf for what is impossible
-    # Most rows reach p within the first tokens: a partition and a short sort take a fifth of sorting all.
-    for most in (1000, len(logits)):
-        first = np.argpartition(typicality, -most)[-most:] if most < len(logits) else np.arange(len(logits))
-        if probabilities[first].sum() >= p:
-            break
-    order = first[np.argsort(-typicality[first], kind="stable")]
+    entropy = -(probabilities * log_p).sum()
+    typicality = np.full(len(logits), -np.inf)
+    typicality[tokens] = -np.abs(log_p + entropy)
+    order = np.argsort(-typicality[tokens])
     mass_before = np.cumsum(probabilities[order]) - probabilities[order]
     count = max(np.count_nonzero(mass_before < p), 1)
-    return _keep_best(logits, typicality, typicality[order[count - 1]], count)
+    return _keep_best(logits, typicality, typicality[tokens[order[count - 1]]], count)
 
 
 # ---------------------------------------------------------------------------------------- probabilities and the draw
