@@ -20,6 +20,7 @@ import numpy as np
 from minigen.checks import is_int, is_number, require
 from minigen.decode import Step, feed, new_cache
 from minigen.sampler import History, log_softmax, process, require_choice
+from minigen.tokenizer import Utf8Stream
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class BeamConfig:
 
     def __post_init__(self):
         require(is_int(self.num_beams, 1), "num_beams", self.num_beams, "a whole number of 1 or more")
-        require(is_number(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
+        # Within these, length ** length_penalty is a number for every length up to 1,024 and more.
+        ok = is_number(self.length_penalty) and abs(self.length_penalty) <= 100
+        require(ok, "length_penalty", self.length_penalty, "a number from -100 to 100")
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
 
@@ -60,14 +63,13 @@ def _best_candidates(logits, beams, sums, prompt, sampling, count):
     logits: [B, V], beams: B lists of generated ids, sums: B sums of log-probabilities.
     """
     found = []
-    best_logprob = -np.inf
     for parent, (row_logits, beam, total) in enumerate(zip(logits, beams, sums, strict=True)):
         logprobs = process(log_softmax(row_logits), History(prompt + beam, len(prompt)), sampling)  # [V]
-        best_logprob = np.maximum(best_logprob, logprobs.max())  # NaN if any is
+        if logprobs.max() != -np.inf:  # a beam that cannot go on is no error while others can
+            require_choice(logprobs, len(beam))
         # Of one beam no more than `count` can be among the best of all.
         best = np.argpartition(logprobs, -count)[-count:] if count < len(logprobs) else np.arange(len(logprobs))
         found += [Candidate(total + float(logprobs[token]), parent, int(token)) for token in best]
-    require_choice(np.atleast_1d(best_logprob), len(beams[0]))
     possible = [candidate for candidate in found if candidate.sum_logprob > -np.inf]
     return sorted(possible, key=lambda candidate: (-candidate.sum_logprob, candidate.parent, candidate.token))[:count]
 
@@ -93,7 +95,8 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
     def ends(tokens):
         if tokens[-1] in sampling.eos_ids or len(tokens) == budget:
             return True
-        return bool(config.stop) and any(stop in tokenizer.decode(tokens) for stop in config.stop)
+        text = Utf8Stream().push(b"".join(map(tokenizer.token_bytes, tokens))) if config.stop else ""
+        return any(stop in text for stop in config.stop)
 
     beams, sums, finished = [[]], [0.0], []
     cache = new_cache(model, [prompt], config)
@@ -112,6 +115,8 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
                 finished.append(Hypothesis(score, candidate.sum_logprob, tokens))
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[: beam.num_beams]
         if not running:
+            if not finished:
+                require_choice(np.array([-np.inf]), length - 1)
             return finished
         if len(finished) == beam.num_beams:
             at_length = budget if beam.early_stopping == "never" and beam.length_penalty > 0 else length
@@ -145,7 +150,8 @@ def beam_search(model, rows, tokenizer, sampling, config, beam, stopwatch) -> It
         logits = [None] * len(hypothesis.tokens)
         if config.logprobs is not None:
             text = np.array([prompt + hypothesis.tokens[:-1]])
-            logits = model.forward(text, last_only=False)[0, len(prompt) - 1 :]  # [1, T, V] -> [generated, V]
+            cache = model.new_cache(1, text.size, config.window and min(config.window, text.size))
+            logits = model.forward(text, cache, last_only=False)[0, len(prompt) - 1 :]  # [1, T, V] -> [generated, V]
         for token, row_logits in zip(hypothesis.tokens, logits, strict=True):
             yield row.accept(token, row_logits)
     for row in rows[len(found) :]:

@@ -34,7 +34,7 @@ class KVCache:
 
     With `window=None` every token sees all before it, and `capacity` bounds the length of a row. With `window=W` every
     token sees the last W positions, its own included; the ring then overwrites what no later query can see, and a row
-    can be of any length. Each call may then bring at most `max_chunk` = capacity - window + 1 tokens, and `truncate`
+    can be of any length. Once the ring is full a call may bring at most capacity - window + 1 tokens, and `truncate`
     can take back as many: the slots beyond W are the slack for both.
 
     Raises ValueError where capacity or window is not positive or the window does not fit the capacity.
@@ -63,14 +63,15 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(slots.nbytes for slots in self.keys + self.values)
 
-    @property
-    def max_chunk(self):
-        """The most tokens one `extend` may bring, whatever the ring holds."""
-        return self.capacity if self.window is None else self.capacity - self.window + 1
-
     def _oldest_needed(self, query_pos):
         """The first position that a query at `query_pos` sees."""
         return np.maximum(query_pos - self.window + 1, 0) if self.window else np.zeros_like(query_pos)
+
+    @property
+    def max_chunk(self):
+        """The most tokens that the next `extend` may bring to every row."""
+        # The first new query still needs the oldest keys; each new key overwrites the position `capacity` before it.
+        return int((self._oldest_needed(self.length) + self.capacity - self.length).min())
 
     def extend(self, positions):
         """Give the next tokens their slots and return the `Plan` of this forward pass.
@@ -81,7 +82,6 @@ class KVCache:
         """
         real = positions >= 0
         length = self.length + real.sum(axis=1)
-        # The first new query needs the oldest keys, and the last new key overwrites the position `capacity` before it.
         too_long = length - self.capacity > self._oldest_needed(self.length)
         if too_long.any():
             row = too_long.argmax()
@@ -154,7 +154,9 @@ class KVCache:
         used = min(self.length.max(initial=0), self.capacity)
         moved = np.flatnonzero(rows != np.arange(len(rows)))
         # Once a row has wrapped, its first slots held later positions, and hold nothing of use after a truncate.
-        start = shared if (self.slot_pos[:, :shared] == np.arange(shared)).all() else 0
+        start = min(shared, self.capacity)
+        if (self.slot_pos[:, :start] != np.arange(start)).any():
+            start = 0
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             if len(rows) == self.batch:
                 # The right-hand sides are copies made before anything is written, so rows may swap.

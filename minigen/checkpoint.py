@@ -114,12 +114,15 @@ def _bundled_names():
 
 
 def _lacks(folder):
-    """What a folder lacks to be a checkpoint, as a sentence; None where it is complete."""
+    """What a folder lacks to be a checkpoint, as a sentence; None where all files are there, usable or not."""
     try:
-        load_config(folder)
         _weight_files(folder)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return str(error)
+    except ValueError:
+        pass  # an index that cannot be used: whoever reads it will say so
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json"
     if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
         return None
     return f"{folder} has neither vocab.json with merges.txt nor tokenizer.json"

@@ -50,6 +50,8 @@ def _early_stopping(text):
 
 
 def _draft_tokens(text):
+    if text != "auto" and not re.fullmatch(r"[+-]?\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
     return text if text == "auto" else int(text)
 
 

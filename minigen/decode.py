@@ -20,7 +20,7 @@ from minigen.checks import is_int, require
 from minigen.sampler import History, draw, log_softmax, probs
 from minigen.tokenizer import StopMatcher, Utf8Stream
 
-# Slots of a windowed cache beyond the window: a prompt is run in chunks of one more than this.
+# Slots of a windowed cache beyond the window: what has wrapped is run in chunks of one more than this.
 WINDOW_SLACK = 63
 
 
@@ -245,9 +245,8 @@ class Row:
 def new_cache(model, contexts, config):
     """A cache for these rows, sized by what was asked: prompt and budget, within n_positions, or the window."""
     capacity = min(max(map(len, contexts)) + config.max_tokens, model.config.n_positions)
-    if config.window:
-        window = min(config.window, capacity)
-        return model.new_cache(len(contexts), min(capacity, window + WINDOW_SLACK), window)
+    if config.window and config.window < capacity:
+        return model.new_cache(len(contexts), min(capacity, config.window + WINDOW_SLACK), config.window)
     return model.new_cache(len(contexts), capacity)
 
 
@@ -257,9 +256,11 @@ def feed(model, cache, contexts):
     T = max(map(len, pending))
     pad = np.array([T - len(ids) for ids in pending])
     ids = np.array([[0] * (T - len(row)) + row for row in pending])
-    for start in range(0, T, cache.max_chunk):
+    start = 0
+    while start < T:
         chunk = ids[:, start : start + cache.max_chunk]
         logits = model.forward(chunk, cache, pad=np.clip(pad - start, 0, chunk.shape[1]))
+        start += chunk.shape[1]
     return logits
 
 

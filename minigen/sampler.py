@@ -21,6 +21,7 @@ import numpy as np
 from minigen.checks import is_int, is_number, require
 
 REMOVED = np.float32(-np.inf)
+FLOAT32 = np.finfo(np.float32)
 
 
 class History(NamedTuple):
@@ -98,8 +99,10 @@ def apply_presence_frequency(logits, output_ids, presence, frequency):
 
 
 def ban_repeated_ngrams(logits, ids, size):
-    """Remove each token that would complete a run of `size` tokens that `ids` already holds."""
+    """Remove each token that would complete a run of `size` tokens that `ids` already holds; 0 removes none."""
     logits = logits.copy()
+    if size == 0:
+        return logits
     last = ids[len(ids) - size + 1 :]  # the size - 1 tokens that the next one would complete
     for end in range(size - 1, len(ids)):
         if ids[end - size + 1 : end] == last:
@@ -170,7 +173,7 @@ def log_softmax(logits):
 def apply_temperature(logits, temperature):
     """logits / temperature, the largest moved to 0 first, so that a tiny temperature cannot overflow it."""
     with np.errstate(over="ignore"):  # the others may: -inf is then what their probability rounds to
-        return (logits - logits.max()) / np.float32(max(temperature, np.finfo(np.float32).tiny))
+        return (logits - logits.max()) / np.float32(np.clip(temperature, FLOAT32.tiny, FLOAT32.max))
 
 
 def _keep_best(logits, scores, border, count):
@@ -182,8 +185,8 @@ def _keep_best(logits, scores, border, count):
 
 
 def keep_top_k(logits, k):
-    """Keep the k largest logits (Fan et al. 2018); of equals at the border the lowest ids. k >= V keeps all."""
-    if k >= len(logits):
+    """Keep the k largest logits (Fan et al. 2018); of equals at the border the lowest ids. 0 and k >= V keep all."""
+    if k == 0 or k >= len(logits):
         return logits
     return _keep_best(logits, logits, np.partition(logits, -k)[-k], k)
 

@@ -54,18 +54,29 @@ class ModelDrafter:
         self.sampling = sampling
         self.cache = new_cache(model, [context[: model.config.n_positions]], config)
 
+    def _can_read(self, context):
+        """Whether the draft has a position and an embedding for every token."""
+        return len(context) <= self.model.config.n_positions and max(context) < self.model.config.vocab_size
+
+    def read(self, context):
+        """Run a context, all but its last token, so that the first draft costs no more than the later ones."""
+        if self._can_read(context):
+            feed(self.model, self.cache, [context[:-1]])
+
     def propose(self, row, k):
-        """Up to k tokens after `row.context`, fewer where the model's context is full.
+        """Up to k tokens after `row.context`, fewer where the draft has no more to say.
 
         Returns the tokens and, for each, the distribution it was drawn from, float64 [V].
         """
         tokens, distributions = [], []
-        k = min(k, self.model.config.n_positions - len(row.context) + 1)
-        for _ in range(k):
+        while len(tokens) < k and self._can_read(row.context + tokens):
             logits = feed(self.model, self.cache, [row.context + tokens])[0][: self.n_vocab]
             # An id that only the target has is never proposed, one that only the draft has is no token of the target.
             logits = np.pad(logits, (0, self.n_vocab - len(logits)), constant_values=-np.inf)
-            q = probs(logits, History(row.ids + tokens, row.n_prompt), self.sampling)
+            try:
+                q = probs(logits, History(row.ids + tokens, row.n_prompt), self.sampling)
+            except ValueError:
+                break  # every token of the draft is ruled out; what that means for the text, the target decides
             tokens.append(draw(q, row.rng))
             distributions.append(q)
         return tokens, distributions
@@ -81,6 +92,9 @@ class NgramDrafter:
     def __init__(self, n_vocab, max_matching_ngram_size):
         self.n_vocab = n_vocab
         self.max_matching_ngram_size = max_matching_ngram_size
+
+    def read(self, context):
+        """There is nothing to prepare."""
 
     def propose(self, row, k):
         """Up to k tokens, none where nothing matches, each with a distribution that is certain of it."""
@@ -177,7 +191,8 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
     while True:
         if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
             feed(model, cache, [row.context[:-1]])
-            stopwatch.lap(cache)
+            drafter.read(row.context)
+        stopwatch.lap(cache)
         # A round may give one token more than it drafts, and must overrun neither budget nor context.
         k = min(
             length.choose() if length else num_draft_tokens,
@@ -210,7 +225,8 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
             return
         if length:
             length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
-        # After a shift nothing that the caches hold is the context's any more.
-        kept = len(row.context) - 1 if len(row.context) > n_context else 0
+        # Where the context has shifted, nothing that the caches hold is of use.
+        shifted = len(row.context) < n_context + place + 1
+        kept = 0 if shifted else len(row.context) - 1
         cache.truncate(min(kept, cache.length[0]))
         drafter.truncate(kept)

@@ -6,11 +6,14 @@ into text without ever showing half a character, and `StopMatcher` finds stop st
 """
 
 import codecs
+import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import tiktoken
 
 from minigen.checkpoint import read_json
+from minigen.checks import is_int
 
 # How GPT-2 cuts text into the pieces within which it merges: contractions, words, numbers, signs, white space; a
 # space belongs to the word after it.
@@ -38,39 +41,72 @@ def _to_bytes(token):
 # ---------------------------------------------------------------------------------------- reading the files
 
 
-def _read_merges(path):
-    """The pairs of a merges.txt, in order."""
-    lines = path.read_text(encoding="utf-8").split("\n")  # read_text has made every line end a "\n"
-    if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
-        lines = lines[1:]
-    return [line.split(" ") for line in lines if line]
+@contextmanager
+def _blaming(path):
+    """Turns whatever a malformed file causes into one ValueError that names the file."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {error!r}") from error
+
+
+def _checked_ids(ids):
+    """A mapping token -> id, after a look at its ids."""
+    for token, id in ids.items():
+        if not token or not is_int(id, 0):
+            raise ValueError(f"token {token!r} has the id {id!r}")
+    return ids
+
+
+def _checked_merges(pairs, vocab):
+    """Pairs of tokens from pairs or from "left right" lines, after a look at what they make."""
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
+    for left, right in merges:
+        if left + right not in vocab:
+            raise ValueError(f"a merge makes {left + right!r}, which is no token of the vocabulary")
+        _to_bytes(left + right)
+    return merges
 
 
 def _read_bpe(folder):
-    """(file to blame, vocabulary, merges, added tokens) from vocab.json and merges.txt or else from tokenizer.json."""
-    vocab_path, merges_path, path = (folder / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    """(file, vocabulary, merges, added tokens) from vocab.json and merges.txt or else from tokenizer.json."""
+    vocab_path, merges_path, added_path, tokenizer_path = (
+        folder / name for name in ("vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json")
+    )
     if vocab_path.is_file() and merges_path.is_file():
-        added = {}
-        if (folder / "added_tokens.json").is_file():
-            added = read_json(folder / "added_tokens.json")
-        return vocab_path, read_json(vocab_path), _read_merges(merges_path), added
-    if not path.is_file():
+        with _blaming(vocab_path):
+            vocab = _checked_ids(read_json(vocab_path))
+        with _blaming(merges_path):
+            lines = merges_path.read_text(encoding="utf-8").split("\n")  # read_text has made every line end a "\n"
+            if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
+                lines = lines[1:]
+            merges = _checked_merges(filter(None, lines), vocab)
+        with _blaming(added_path):
+            added = _checked_ids(read_json(added_path)) if added_path.is_file() else {}
+        return vocab_path, vocab, merges, added
+    if not tokenizer_path.is_file():
         raise OSError(f"{folder} has no tokenizer: neither vocab.json with merges.txt nor tokenizer.json")
-    parsed = read_json(path)
-    model = parsed["model"]
-    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in str(parsed.get("pre_tokenizer")):
-        raise ValueError(f"{path} does not describe a byte-level BPE, the only kind GPT-2 has")
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    return path, model["vocab"], merges, {token["content"]: token["id"] for token in parsed.get("added_tokens", [])}
+    with _blaming(tokenizer_path):
+        parsed = read_json(tokenizer_path)
+        model = parsed["model"]
+        if model.get("type", "BPE") != "BPE" or "ByteLevel" not in str(parsed.get("pre_tokenizer")):
+            raise ValueError("it does not describe a byte-level BPE, the only kind GPT-2 has")
+        vocab = _checked_ids(model["vocab"])
+        added = _checked_ids({token["content"]: token["id"] for token in parsed.get("added_tokens", [])})
+        return tokenizer_path, vocab, _checked_merges(model["merges"], vocab), added
 
 
 def _special_tokens(folder, vocab, added):
     """token -> id of the tokens that text is searched for before it is split: end-of-text and all added ones."""
     names = [END_OF_TEXT]
-    if (folder / "special_tokens_map.json").is_file():
-        for entry in read_json(folder / "special_tokens_map.json").values():
-            for token in entry if isinstance(entry, list) else [entry]:
-                names.append(token["content"] if isinstance(token, dict) else token)
+    path = folder / "special_tokens_map.json"
+    if path.is_file():
+        with _blaming(path):
+            for entry in read_json(path).values():
+                for token in entry if isinstance(entry, list) else [entry]:
+                    names.append(token if token is None or isinstance(token, str) else token["content"])
     return {name: vocab[name] for name in names if name in vocab} | added
 
 
@@ -85,6 +121,8 @@ class Tokenizer:
     """
 
     def __init__(self, vocab, merges, special, vocab_size=None):
+        if len(set(vocab.values())) < len(vocab):
+            raise ValueError("two tokens have the same id")
         self.special_ids = special
         self.bytes_of = {id: name.encode() for name, id in special.items()}
         for token, id in vocab.items():
@@ -97,30 +135,41 @@ class Tokenizer:
         tokens = [symbol for symbol in SPELLINGS.values() if symbol in vocab] + [a + b for a, b in merges]
         if len(tokens) - len(merges) < 256:
             raise ValueError(f"the vocabulary has only {len(tokens) - len(merges)} of the 256 bytes")
-        self._id_of_rank = [vocab[token] for token in tokens] + list(special.values())
-        ranks = {self.bytes_of[id]: rank for rank, id in enumerate(self._id_of_rank[: len(tokens)])}
+        self._id_of_rank = [vocab[token] for token in tokens]
+        ranks = {self.bytes_of[id]: rank for rank, id in enumerate(self._id_of_rank)}
         if len(ranks) < len(tokens):
             twice = next(token for rank, token in enumerate(tokens) if ranks[_to_bytes(token)] != rank)
             raise ValueError(f"two merges make the token {twice!r}")
-        special_ranks = {name: len(tokens) + i for i, name in enumerate(special)}
         self._encoding = tiktoken.Encoding(
-            "checkpoint", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special_ranks
+            "checkpoint", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
+        # Of several special tokens that begin alike the longest is meant; tiktoken would take any of them.
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if special else "((?!))")
 
     @classmethod
     def from_folder(cls, folder, vocab_size=None):
         """Read vocab.json and merges.txt, or else tokenizer.json. Raises OSError or ValueError, naming the file."""
         folder = Path(folder)
         path, vocab, merges, added = _read_bpe(folder)
-        try:
-            return cls(vocab, merges, _special_tokens(folder, vocab, added), vocab_size)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a usable GPT-2 vocabulary: {error!r}") from error
+        special = _special_tokens(folder, vocab, added)
+        with _blaming(path):
+            return cls(vocab, merges, special, vocab_size)
 
     def encode(self, text):
-        """Text -> list of ids. Special tokens spelled out in the text, such as <|endoftext|>, become their ids."""
-        ranks = self._encoding.encode(text, allowed_special="all")
-        return [self._id_of_rank[rank] for rank in ranks]
+        """Text -> list of ids. Special tokens spelled out in the text, such as <|endoftext|>, become their ids.
+
+        Raises ValueError where a run of white space is too long for the splitting pattern (a million characters).
+        """
+        # Two surrogates that are a pair become their character; one that stands alone becomes U+FFFD.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = []
+        for index, part in enumerate(self._special_pattern.split(text)):  # plain, special, plain, special ... plain
+            if index % 2:
+                ids.append(self.special_ids[part])
+            else:
+                ids += [self._id_of_rank[rank] for rank in self._encoding.encode(part, disallowed_special=())]
+        return ids
 
     def token_bytes(self, id):
         """The bytes of one token; none for an id that pads the model's vocabulary. Raises ValueError for others."""
@@ -169,7 +218,9 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text):
-        """The text that may be shown now. Once `matched` is set, the text before the stop has all been given."""
+        """The text that may be shown now; nothing once `matched` is set."""
+        if self.matched:
+            return ""
         text = self._held + text
         found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
         if found:

@@ -320,7 +320,7 @@ def test_fewer_texts_than_beams():
     table = random_table(3, 0)
     found = generate(TableModel(table, 3, (2,)), LETTERS, [[0]], num_beams=9, num_return_sequences=9, max_tokens=2)
     expected, _ = enumerate_all(logs(table), ends_with((2,)), 2, 1.0, False, 9)
-    assert len(expected) == 7
+    assert (len(expected), len(found)) == (7, 9)
     check_ranking(found, expected, 1e-5)
 
 
@@ -1012,12 +1012,14 @@ def test_a_draft_model_and_beams_do_not_go_together():
         stream(model, LETTERS, [[0]], draft_model=(model, LETTERS), num_beams=3)
 
 
-def test_logits_that_are_not_numbers_are_named():
+@pytest.mark.parametrize("broken", [{(0, 0)}, {(1, 0)}, {(1, 1)}, {(0, 0), (0, 1), (1, 0), (1, 1)}])
+def test_logits_that_are_not_numbers_are_named(broken):
+    # In one beam of several, too.
     def table(ids):
-        return [0.5, 0.5, 0.0, 0.0] if len(ids) < 2 else [0.5, math.nan, 0.1, 0.1]
+        return [0.5, math.nan, 0.1, 0.1] if ids in broken else [0.5, 0.4, 0.05, 0.05]
 
     with pytest.raises(ValueError, match="token 3"):
-        generate(TableModel(table, 4, ()), LETTERS, [[0]], num_beams=2, max_tokens=5)
+        generate(TableModel(table, 4, ()), LETTERS, [[0]], num_beams=4, max_tokens=5)
 
 
 def test_nothing_to_go_on_with_is_named():
@@ -1029,6 +1031,9 @@ def test_nothing_to_go_on_with_is_named():
             num_beams=2,
             logit_bias=dict.fromkeys(range(4), -math.inf),
         )
+    # Three tokens are left and none may come twice.
+    with pytest.raises(ValueError, match="token 4 "):
+        generate(TableModel(random_table(4, 0), 4, ()), LETTERS, [[3]], num_beams=2, no_repeat_ngram_size=1)
 
 
 def test_beams_with_nothing_to_go_on_with_die():

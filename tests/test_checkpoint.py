@@ -232,6 +232,21 @@ def test_a_head_that_contradicts_a_tied_config_is_warned_of_and_not_used(tmp_pat
     assert_equals_reference(model, config, params)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
+def test_a_large_head_is_compared_to_its_last_value(tmp_path, dtype):
+    config = tiny_config(vocab_size=2**17 + 1, n_layer=1)  # over a million values
+    params = tiny_params(config)
+    head = params["wte.weight"].copy()
+    read_in_silence(write_checkpoint(tmp_path, config, params | {"lm_head.weight": head}, dtype=dtype))
+    for row in (0, -1):
+        head = params["wte.weight"].copy()
+        head[row, row] += 1
+        folder = write_checkpoint(tmp_path, config, params | {"lm_head.weight": head}, dtype=dtype)
+        with pytest.warns(UserWarning, match=r"lm_head\.weight"):
+            read(folder)
+    (tmp_path / "model.safetensors").unlink()  # pytest would keep it
+
+
 # ---- shapes ------------------------------------------------------------------------------------------------------
 
 
@@ -1130,6 +1145,7 @@ CACHED = {
     "gpt2": ("openai-community/gpt2", None),
     "openai-community/gpt2": ("openai-community/gpt2", None),
     "gpt2-medium": ("openai-community/gpt2-medium", "refs/main ends in a newline"),
+    "someone/copied": ("someone/copied", "no refs"),
     "distilgpt2": ("distilbert/distilgpt2", "no generation_config.json"),
     "some.one/a_model-1.0": ("some.one/a_model-1.0", "shards and nothing but a tokenizer.json"),
     "someone/listed": ("someone/listed", "a listing of the repository names a file that the cache lacks"),
@@ -1169,8 +1185,9 @@ def write_cache(cache):
             continue
         top = cache / f"models--{repo.replace('/', '--')}"
         folder = top / "snapshots" / SHA
-        (top / "refs").mkdir(parents=True, exist_ok=True)
-        (top / "refs" / "main").write_text(SHA + "\n" * (state == "refs/main ends in a newline"))
+        if state != "no refs":
+            (top / "refs").mkdir(parents=True, exist_ok=True)
+            (top / "refs" / "main").write_text(SHA + "\n" * (state == "refs/main ends in a newline"))
         shards = 3 if "shard" in str(state) else 1
         write_checkpoint(folder, tiny_config(vocab_size=257), hub_params(repo), prefix="transformer.", shards=shards)
         if shards > 1:
@@ -1199,6 +1216,11 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
     home = tmp_path_factory.mktemp("hub")
     cache = home / "hub"
     write_cache(cache)
+    neo = cache / "models--someone--neo"
+    config = tiny_config(vocab_size=257, model_type="gpt_neo")
+    write_byte_vocab(write_checkpoint(neo / "snapshots" / SHA, config, hub_params("neo")))
+    (neo / "refs").mkdir()
+    (neo / "refs" / "main").write_text(SHA)
     only_json = write_checkpoint(home / "only-json", *byte_checkpoint[1:])
     write_tokenizer_json(only_json)
     ours = re.compile(r"HF_.*|HUGGING.*|TIKTOKEN.*|XDG_.*|.*_PROXY|PYTHONPATH", re.IGNORECASE)
@@ -1207,12 +1229,13 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
     env |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)} if request.param == "offline" else {"HF_HOME": str(home)}
     (home / "tiktoken").mkdir()
     local = [str(byte_checkpoint[0]), str(only_json)]
-    names = [*local, "fairytale", "nosuch", *CACHED, *INCOMPLETE, "a..b/c--d"]
+    names = [*local, "fairytale", "nosuch", *CACHED, *INCOMPLETE, "a..b/c--d", "someone/neo"]
     command = [sys.executable, "-c", HUB_SCRIPT, json.dumps(names)]
     run = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout)
     results["a folder"], results["tokenizer.json"] = (results[name] for name in local)
+    assert run.stderr == ""
     return results, cache, request.param == "offline"
 
 
@@ -1265,6 +1288,13 @@ def test_a_name_that_the_hub_cannot_have_is_refused(hub_run):
     assert result["calls"] == 0
 
 
+def test_a_cached_model_of_another_kind_is_refused_for_what_it_is(hub_run):
+    result = hub_run[0]["someone/neo"]
+    assert {"OSError", "ValueError"} & set(result["kind"])
+    assert "gpt_neo" in result["error"]
+    assert "\n" not in result["error"]
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 # Not getrusage: ru_maxrss of a process that was started by a larger one is the larger one's.
@@ -1305,6 +1335,7 @@ def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, 
     for path in folder.glob("*.safetensors"):
         path.unlink()  # pytest would keep it
     assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
     assert 0.95 < int(run.stdout) / size < 1.15  # below: nothing would have been measured
 
 

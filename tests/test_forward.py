@@ -520,8 +520,7 @@ def test_a_window_equals_the_reference_with_that_band_wrapped_or_not(window, sla
     ids = random_ids(2, 50, seed=window)
     expected = np.stack([reference_logits(config, params, row, window) for row in ids])
     capacity = window + slack  # a slack of 60 never wraps within 50 tokens
-    largest = model.new_cache(capacity=capacity, window=window).max_chunk
-    assert largest == slack + 1
+    largest = slack + 1
     rng = np.random.default_rng(0)
     full_chunks = [largest] * (50 // largest) + [50 % largest] * bool(50 % largest)
     for chunks in ([1] * 50, full_chunks, cut(50, largest, rng), cut(50, largest, rng)):
@@ -983,3 +982,24 @@ def test_select_and_truncate_together():
     for i, (row, length) in enumerate([(0, 20), (0, 16), (2, 18)]):
         expected = reference_logits(config, params, [*first[row, :length], *second[i]], 5)[length:]
         assert_close(logits[i], expected, 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+def test_max_chunk_is_the_most_that_fits(window):
+    cache, rng = KVCache(1, 1, 1, capacity=8, batch=2, window=window), np.random.default_rng(window or 0)
+
+    def positions(counts):
+        """The next counts[row] positions of each row, padded at the left."""
+        T = max(counts)
+        return np.array([[-1] * (T - n) + list(range(at, at + n)) for at, n in zip(cache.length, counts, strict=True)])
+
+    for _ in range(30):
+        most = cache.max_chunk
+        before = cache.length.copy()
+        with pytest.raises(ValueError, match="slots"):
+            cache.extend(positions([most + 1, most + 1]))
+        assert (cache.length == before).all()
+        if most == 0:
+            break  # without a window a full cache stays full
+        cache.extend(positions([int(rng.integers(1, most + 1)), int(rng.integers(1, most + 1))]))
+    assert (most == 0) == (window is None)

@@ -208,11 +208,13 @@ class Branches:
     def outcomes(self, n, once):
         """Counter from what `once()` returns to how many of n runs return it (or to its weight, of n)."""
         result, self.pending = Counter(), [((), n)]
-        while self.pending:
+        for n_paths in itertools.count():
+            if not self.pending:
+                return result
+            assert n_paths < 20_000  # three times what any of these tests needs: the code makes choices without end
             self.forced, self.count = self.pending.pop()
             self.path = []
             result[once()] += self.count
-        return result
 
     def choose(self, p):
         if len(self.path) < len(self.forced):
@@ -996,12 +998,12 @@ def test_forced_acceptance(n):
     full = [result for result in rounds.results if result[0] == k]
     assert len(full) >= 5 and all(result == (k, n + 1) for result in full)
     assert [step.from_draft for step in rounds.steps[: 5 * (n + 1)]] == ([True] * n + [False]) * 5
-    # After a round of accepted drafts alone, the draft is fed the last of them and the one token more, else one token.
     if n == k:
-        assert [len(chunk) for chunk in rounds.fed[: 4 * k]] == [3, 1, 1, 1] + [2, 1, 1, 1] * 3
-        assert rounds.fed[k] == right[len(prompt) + k - 1 : len(prompt) + k + 1]
+        # The draft is fed every token once, the last one of each round too, which it had proposed but not yet read.
+        fed = [token for chunk in rounds.fed for token in chunk]
+        assert fed == right[: len(fed)] and len(fed) > len(prompt) + max_tokens - 2 * k
     else:
-        assert {len(chunk) for chunk in rounds.fed[1:]} == {1}
+        assert {len(chunk) for chunk in rounds.fed[2:]} == {1}
     done = rounds.steps[-1].completion
     assert done.speculation.target_passes + done.speculation.accepted == max_tokens
 
@@ -1178,6 +1180,7 @@ def test_context_shift_together_with_speculation(k, window, keep):
     for n_prompt in (1, 5, 16):
         prompt = [12 + n for n in range(n_prompt)]
         options = dict(temperature=0, max_tokens=40, context_shift=True, keep=keep, window=window)
+        options |= dict(repetition_penalty=1.2, frequency_penalty=0.1) if n_prompt == 5 else {}
         plain = generate_one(model, letters, prompt, **options)
         for drafter in (
             dict(draft_model=(model, letters), num_draft_tokens=k),
@@ -1187,12 +1190,14 @@ def test_context_shift_together_with_speculation(k, window, keep):
             done = generate_one(model, letters, prompt, **options, **drafter)
             assert len(done.token_ids) == 40
             assert same_outcome(done, plain)
+            if drafter.get("draft_model", (None,))[0] is model:  # also after a shift, with penalties on dropped tokens
+                assert done.speculation.accepted == done.speculation.drafted > 0
 
 
 def test_caches_are_empty_after_a_shift():
     for k in (2, 4, 14):
         model = tiny_model(12, n_positions=16)
-        rounds = Rounds(model, model, [3, 1], k, max_tokens=60, temperature=0, context_shift=True)
+        rounds = Rounds(model, model, [3, 1], k, max_tokens=90, temperature=0, context_shift=True)
         assert len(rounds.results) > 5
 
 
@@ -1308,6 +1313,18 @@ def test_a_draft_for_which_every_token_is_ruled_out(sizes):
     bias = dict.fromkeys(range(257), -math.inf)
     done = generate_one(model, tokenizer, [70, 71], draft_model=sizes["257"], logit_bias=bias, max_tokens=3)
     assert done.token_ids == [257] * 3
+
+
+def test_a_draft_that_runs_out_of_tokens_ahead_of_the_target():
+    # No token may come twice. The target ends after two; the draft would go on until it has used up all five.
+    target = StandIn(lambda ids: np.eye(5, dtype=np.float32)[{0: 1, 1: 4}.get(ids[-1], 0)], 5, eos_token_id=4)
+    draft = StandIn(lambda ids: np.eye(5, dtype=np.float32)[(ids[-1] + 1) % 5], 5)
+    options = dict(temperature=0, no_repeat_ngram_size=1, max_tokens=12)
+    plain = generate_one(target, Letters(5), [0], **options)
+    assert (plain.token_ids, plain.finish_reason) == ([1, 4], "eos")
+    for k in (1, 2, 3, 4, 5, 8):
+        done = generate_one(target, Letters(5), [0], draft_model=(draft, Letters(5)), num_draft_tokens=k, **options)
+        assert same_outcome(done, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

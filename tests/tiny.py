@@ -100,9 +100,11 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """The float32 values that a reader must see after x went through a file of this dtype."""
     if dtype == "BF16":
         return (bfloat16_bits(x).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(to_bytes(x, dtype), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype]).astype(
-        np.float32
-    ).reshape(np.shape(x))
+    return (
+        np.frombuffer(to_bytes(x, dtype), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype])
+        .astype(np.float32)
+        .reshape(np.shape(x))
+    )
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:

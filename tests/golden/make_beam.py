@@ -206,6 +206,9 @@ def make_case(models, name, prompts, rng, index, batched, max_tokens, vocab_size
     plain = {**options, "early_stopping": True, "num_return_sequences": 1}
     (text,), _ = search(models[0], [prompts[0]], [], plain)
     eos_ids = some_eos_ids(rng, ENDS[index % 8], text, vocab_size)
+    if len(eos_ids) > 2 and rng.random() < 0.5:
+        # All of them are likely then: of 2 * num_beams candidates too few would be left to go on with.
+        options["logit_bias"] = dict.fromkeys(eos_ids, 5.0)
     if eos_ids and rng.random() < 0.3:
         options["min_tokens"] = int(rng.integers(1, max_tokens // 2 + 2))
     return {"model": name, "eos_ids": eos_ids, "batched": batched, "prompts": prompts, "options": options}
