@@ -101,8 +101,8 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
     beams, sums, finished = [[]], [0.0], []
     cache = new_cache(model, [prompt], config)
     logits = feed(model, cache, [prompt])
-    stopwatch.lap(cache)
     while True:
+        stopwatch.lap(cache)
         candidates = _best_candidates(logits, beams, sums, prompt, sampling, count)
         length = len(beams[0]) + 1
         running = []

@@ -127,8 +127,9 @@ class Stopwatch:
         self.cache_bytes = 0
 
     def lap(self, cache):
+        """After a forward pass: only the first one sets the time, the largest cache sets the bytes."""
         self.first_logits = self.first_logits or time.perf_counter()
-        self.cache_bytes = cache.nbytes
+        self.cache_bytes = max(self.cache_bytes, cache.nbytes)
 
     def timings(self, n_prompt, n_tokens):
         now = time.perf_counter()
