@@ -1,6 +1,6 @@
 """From logits to a token: penalties and filters as pure functions, the probabilities they leave, and the draw.
 
-The order is fixed, and it is that of the transformers library's processors:
+The order is fixed, and from temperature on it is that of the transformers library:
 
     repetition penalty, presence and frequency penalty, n-gram ban, bias, end-of-text ban, the caller's own processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
@@ -269,7 +269,7 @@ def probs(logits, history, config):
             tokens, logits = tokens[left], logits[left]
     p = np.zeros(V)
     weights = _weights(logits)
-    p[tokens] = weights / weights.sum(dtype=float)
+    p[tokens] = weights.astype(float) / weights.sum(dtype=float)
     return p
 
 
@@ -284,4 +284,4 @@ def draw(p, rng):
     tokens = np.flatnonzero(p)
     cumulative = np.cumsum(p[tokens])
     index = np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")
-    return int(tokens[min(index, len(tokens) - 1)])  # rounding can carry the product up to the very end
+    return int(tokens[index])
