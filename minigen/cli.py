@@ -16,7 +16,15 @@ from pathlib import Path
 import minigen
 from minigen.api import CONFIGS, OPTION_NAMES, check_options, load, stream
 from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
+from minigen.checks import is_number
 
+# Other engines' names for an option, accepted but not shown.
+ALIASES = {
+    "max_tokens": ["--max-new-tokens", "--n-predict"],
+    "temperature": ["--temp"],
+    "repetition_penalty": ["--repeat-penalty"],
+    "stop": ["--reverse-prompt"],
+}
 DEFAULTS = {field.name: field.default for config in CONFIGS for field in fields(config)}
 
 
@@ -66,23 +74,23 @@ def build_parser():
         "\ntop-k, top-p, min-p, typical-p.",
     )
 
-    def option(group, *flags, help, aliases=(), **kwargs):
-        """One option of `generate`: absent unless given, its default shown, its other names accepted but not shown."""
-        name = flags[-1].removeprefix("--").replace("-", "_")
+    def option(group, flags, metavar, help, **kwargs):
+        """One option of `generate`: absent unless given, of its default's type, and its default shown."""
+        name = flags.split()[-1].removeprefix("--").replace("-", "_")
         default = DEFAULTS[name]
-        shown = f" (default {default})" if isinstance(default, int | float) and not isinstance(default, bool) else ""
-        kwargs |= {"dest": name, "default": argparse.SUPPRESS}
-        group.add_argument(*flags, help=help + shown, **kwargs)
-        if aliases:
-            group.add_argument(*aliases, help=argparse.SUPPRESS, **kwargs)
+        if metavar:
+            kwargs["metavar"] = metavar
+        if "action" not in kwargs:
+            kwargs.setdefault("type", float if isinstance(default, float) else int)
+        if is_number(default):
+            help += f" (default {default})"
+        group.add_argument(*flags.split(), dest=name, default=argparse.SUPPRESS, help=help, **kwargs)
+        for alias in ALIASES.get(name, ()):
+            group.add_argument(alias, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
 
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "-m",
-        "--model",
-        metavar="NAME",
-        help=f"a folder, a bundled model, or a hub id: gpt2, distilgpt2, owner/name (default {DEFAULT_MODEL})",
-    )
+    source = "a folder, a bundled model, or a hub id: gpt2, distilgpt2, owner/name"
+    group.add_argument("-m", "--model", metavar="NAME", help=f"{source} (default {DEFAULT_MODEL})")
 
     group = parser.add_argument_group("prompt (one final newline of a file or of stdin is dropped)")
     group.add_argument("prompt", nargs="*", help="the text to continue, several texts, or - for stdin")
@@ -90,96 +98,52 @@ def build_parser():
     group.add_argument("--prompts-file", metavar="FILE", help="continue each line of a file")
 
     group = parser.add_argument_group("length")
-    aliases = ["--max-new-tokens", "--n-predict"]
-    option(group, "-n", "--max-tokens", type=int, metavar="N", help="the most tokens to generate", aliases=aliases)
-    option(group, "--min-tokens", type=int, metavar="N", help="no end of text before so many tokens")
-    option(group, "--ignore-eos", action="store_true", help="never end the text of itself")
-    option(
-        group,
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="end before this text; can be repeated",
-        aliases=["--reverse-prompt"],
-    )
-    option(group, "--num-return-sequences", type=int, metavar="N", help="continuations of each prompt")
+    option(group, "-n --max-tokens", "N", "the most tokens to generate")
+    option(group, "--min-tokens", "N", "no end of text before so many tokens")
+    option(group, "--ignore-eos", None, "never end the text of itself", action="store_true")
+    option(group, "--stop", "TEXT", "end before this text; can be repeated", action="append")
+    option(group, "--num-return-sequences", "N", "continuations of each prompt")
 
     group = parser.add_argument_group("sampling")
-    aliases = ["--temp"]
-    option(group, "--temperature", type=float, metavar="T", help="0 takes the most probable token", aliases=aliases)
-    option(group, "--top-k", type=int, metavar="K", help="keep the K most probable tokens; 0 is off")
-    option(group, "--top-p", type=float, metavar="P", help="keep the fewest tokens that hold P; 1 is off")
-    option(group, "--min-p", type=float, metavar="P", help="keep what has P of the best one's probability; 0 is off")
-    option(group, "--typical-p", type=float, metavar="P", help="keep the most typical tokens that hold P; 1 is off")
-    option(
-        group,
-        "--repetition-penalty",
-        type=float,
-        metavar="X",
-        help="make tokens of prompt and output less likely; 1 is off",
-        aliases=["--repeat-penalty"],
-    )
-    option(group, "--presence-penalty", type=float, metavar="X", help="off the logit of each output token; 0 is off")
-    option(group, "--frequency-penalty", type=float, metavar="X", help="the same, each time it occurs; 0 is off")
-    option(group, "--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens comes twice; 0 is off")
-    option(
-        group,
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        metavar="ID+BIAS",
-        help="add to a token's logit, ID-inf bans it; TEXT=BIAS names it by text; can be repeated",
-    )
-    option(
-        group, "-s", "--seed", type=int, metavar="N", help="repeat a run; the seed in use is printed (default random)"
-    )
+    option(group, "--temperature", "T", "0 takes the most probable token, 1 leaves the model's probabilities")
+    option(group, "--top-k", "K", "keep the K most probable tokens; 0 is off")
+    option(group, "--top-p", "P", "keep the fewest tokens that hold P; 1 is off")
+    option(group, "--min-p", "P", "keep what has P of the best one's probability; 0 is off")
+    option(group, "--typical-p", "P", "keep the most typical tokens that hold P; 1 is off")
+    option(group, "--repetition-penalty", "X", "make tokens of prompt and output less likely; 1 is off")
+    option(group, "--presence-penalty", "X", "off the logit of each output token; 0 is off")
+    option(group, "--frequency-penalty", "X", "the same, each time it occurs; 0 is off")
+    option(group, "--no-repeat-ngram-size", "N", "no run of N tokens comes twice; 0 is off")
+    bias_help = "add to a token's logit, ID-inf bans it; TEXT=BIAS names it by text; can be repeated"
+    option(group, "--logit-bias", "ID+BIAS", bias_help, action="append", type=_bias)
+    option(group, "-s --seed", "N", "repeat a run; the seed in use is printed (default random)")
 
     group = parser.add_argument_group("beam search")
-    option(group, "--num-beams", type=int, metavar="N", help="keep the N best partial texts; 1 is off")
-    option(group, "--length-penalty", type=float, metavar="X", help="0 ranks by the sum, more favours longer texts")
-    option(
-        group,
-        "--early-stopping",
-        type=_early_stopping,
-        metavar="true|false|never",
-        help="stop at N finished texts, when no better one is likely, or when none is possible (default false)",
-    )
+    option(group, "--num-beams", "N", "keep the N best partial texts; 1 is off")
+    option(group, "--length-penalty", "X", "0 ranks by the sum, more favours longer texts")
+    stop_help = "stop at N finished texts, when no better one is likely, or when none is possible (default false)"
+    option(group, "--early-stopping", "true|false|never", stop_help, type=_early_stopping)
 
     group = parser.add_argument_group("speculation")
     group.add_argument("--speculative", action="store_true", help="let a smaller model draft, the one known to fit")
     group.add_argument("--draft-model", metavar="NAME", help="let this model draft; it needs the same vocabulary")
-    option(
-        group,
-        "--num-draft-tokens",
-        type=_draft_tokens,
-        metavar="N|auto",
-        help="tokens it proposes at a time",
-    )
-    option(
-        group, "--prompt-lookup-num-tokens", type=int, metavar="N", help="draft N tokens from the text itself; 0 is off"
-    )
-    option(
-        group, "--max-matching-ngram-size", type=int, metavar="N", help="the longest end of the text to look up in it"
-    )
+    option(group, "--num-draft-tokens", "N|auto", "tokens it proposes at a time", type=_draft_tokens)
+    option(group, "--prompt-lookup-num-tokens", "N", "draft N tokens from the text itself; 0 is off")
+    option(group, "--max-matching-ngram-size", "N", "the longest end of the text to look up in it")
 
     group = parser.add_argument_group("cache and context")
-    option(group, "--window", type=int, metavar="W", help="each token sees only the last W tokens")
+    option(group, "--window", "W", "each token sees only the last W tokens")
     option(
-        group, "--context-shift", action="store_true", help="when the context is full, drop its older half and go on"
+        group, "--context-shift", None, "when the context is full, drop its older half and go on", action="store_true"
     )
-    option(group, "--keep", type=int, metavar="N", help="the first N tokens are never dropped")
+    option(group, "--keep", "N", "the first N tokens are never dropped")
+    no_cache_help = "run the whole text again for every token: slow, for study"
     group.add_argument(
-        "--no-cache",
-        dest="use_cache",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="run the whole text again for every token: slow, for study",
+        "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
     )
 
     group = parser.add_argument_group("output")
-    option(
-        group, "--logprobs", type=int, metavar="N", help="log-probabilities, also of the N best tokens at each place"
-    )
+    option(group, "--logprobs", "N", "log-probabilities, also of the N best tokens at each place")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each continuation")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt before its continuation")
@@ -376,8 +340,10 @@ def run(args):
 
 
 def main(argv=None):
-    """The console entry point; returns the exit code: 0, 2 for an error of the user's, 130 for Ctrl-C, 141 for a pipe
-    closed by its reader."""
+    """The console entry point; returns the exit code.
+
+    0, or 2 where what was asked cannot be done, 130 after Ctrl-C, 141 after the reader of a pipe has left.
+    """
     # Python has None for a stream that was closed before it started.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")

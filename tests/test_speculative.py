@@ -1149,18 +1149,29 @@ def test_window_together_with_speculation(window):
     letters = Letters(61)
     model, other = tiny_model(10, n_positions=200), tiny_model(11, n_positions=200)
     prompt = [n % 61 for n in range(90)]  # the ring of 64 slots more than the window wraps
-    options = dict(temperature=0, max_tokens=60, window=window)
+    options = dict(temperature=0, max_tokens=50, window=window)
     plain = generate_one(model, letters, prompt, **options)
     for drafter in (
         dict(draft_model=(model, letters)),
         dict(draft_model=(other, letters), num_draft_tokens=9),
-        dict(draft_model=(model, letters), num_draft_tokens=100),
         dict(prompt_lookup_num_tokens=6),
     ):
         done = generate_one(model, letters, prompt, **options, **drafter)
         assert same_outcome(done, plain)
         if drafter.get("draft_model", (None,))[0] is model:
             assert done.speculation.accepted == done.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("window", [1, 20])
+def test_no_more_is_drafted_than_the_ring_takes_back(window):
+    letters = Letters(61)
+    model, other = tiny_model(10, n_positions=200), tiny_model(11, n_positions=200)
+    prompt = [n % 61 for n in range(90)]
+    options = dict(temperature=0, max_tokens=100, window=window)
+    plain = generate_one(model, letters, prompt, **options)
+    for draft in (model, other):
+        done = generate_one(model, letters, prompt, draft_model=(draft, letters), num_draft_tokens=99, **options)
+        assert same_outcome(done, plain)
 
 
 def test_a_window_that_nothing_reaches_changes_nothing():
