@@ -28,7 +28,7 @@ class Options(NamedTuple):
 CONFIGS = (SamplingConfig, DecodingConfig, BeamConfig, SpeculationConfig)
 OPTION_NAMES = {field.name for config in CONFIGS for field in fields(config)} - {"eos_ids"}
 # What beam search has no use for: it looks for the best text and draws nothing.
-NOT_FOR_BEAMS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "context_shift")
+NOT_FOR_BEAMS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
@@ -72,6 +72,7 @@ def check_options(options, *, drafts=False):
         for name in NOT_FOR_BEAMS:
             if name in options:
                 raise ValueError(f"{name} is {options[name]!r}, but beam search does not use it: leave it out")
+        require(not checked.decoding.context_shift, "context_shift", True, "False with beam search")
         if drafts or lookup:
             raise ValueError(f"num_beams is {num_beams}, but speculation goes without beams: leave one of the two out")
     for name in ONLY_FOR_BEAMS if num_beams == 1 else ():
@@ -84,6 +85,13 @@ def check_options(options, *, drafts=False):
     if "num_draft_tokens" in options and not drafts:
         raise ValueError(
             f"num_draft_tokens is {options['num_draft_tokens']!r}, but there is no draft model: give one as well"
+        )
+    if checked.decoding.keep and not checked.decoding.context_shift:
+        raise ValueError(f"keep is {checked.decoding.keep}, but only context_shift uses it: set that as well")
+    if "max_matching_ngram_size" in options and not lookup:
+        raise ValueError(
+            f"max_matching_ngram_size is {options['max_matching_ngram_size']!r}, but only drafts from the text itself "
+            "use it: set prompt_lookup_num_tokens as well"
         )
     if drafts or lookup:
         require(n == 1, "num_return_sequences", n, "1 with speculation, which runs one text at a time")
@@ -190,6 +198,8 @@ def stream(model, tokenizer, prompts, *, draft_model=None, **options):
             drafter = NgramDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
             k = speculation.prompt_lookup_num_tokens
         else:
+            ok = isinstance(draft_model, tuple) and len(draft_model) == 2
+            require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
             draft, draft_tokenizer = draft_model
             _check_token_maps(tokenizer, draft_tokenizer)
             drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)

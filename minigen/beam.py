@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.checks import is_int, is_number, require
+from minigen.checks import is_int, is_number, plain_numbers, require
 from minigen.decode import Step, feed, new_cache
 from minigen.sampler import History, log_softmax, process, require_choice
 from minigen.tokenizer import Utf8Stream
@@ -33,10 +33,11 @@ class BeamConfig:
     # would lose if it ended now; "never": when it could not win at any length
 
     def __post_init__(self):
+        plain_numbers(self)
         require(is_int(self.num_beams, 1), "num_beams", self.num_beams, "a whole number of 1 or more")
-        # Within these, length ** length_penalty is a number for every length up to 1,024 and more.
-        ok = is_number(self.length_penalty) and abs(self.length_penalty) <= 100
-        require(ok, "length_penalty", self.length_penalty, "a number from -100 to 100")
+        # Within these, length ** length_penalty is a number for every length.
+        ok = is_number(self.length_penalty) and abs(self.length_penalty) <= 10
+        require(ok, "length_penalty", self.length_penalty, "a number from -10 to 10")
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minigen.checks import is_int, require
+
 
 class Plan(NamedTuple):
     """What one forward pass writes and sees: made once by `KVCache.extend`, used by every layer."""
@@ -41,10 +43,9 @@ class KVCache:
     """
 
     def __init__(self, n_layer, n_head, d_head, capacity, batch=1, window=None):
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity}; a cache needs at least 1 slot")
-        if window is not None and not 1 <= window <= capacity:
-            raise ValueError(f"window is {window}; it must lie between 1 and the capacity, {capacity}")
+        require(is_int(capacity, 1), "capacity", capacity, "a whole number of 1 or more")
+        ok = window is None or (is_int(window, 1) and window <= capacity)
+        require(ok, "window", window, f"None or a whole number from 1 to the capacity, {capacity}")
         self.capacity = capacity
         self.window = window
         # Zeros, not np.empty: attention multiplies the masked slots of a short row by 0, and NaN * 0 is NaN.
@@ -129,6 +130,7 @@ class KVCache:
         ValueError, with nothing changed, where `length` lies beyond what the cache holds or where the ring has
         already overwritten a key that the token at `length` would need.
         """
+        require(np.asarray(length).dtype.kind in "iu", "length", length, "a whole number, or one for each row")
         length = np.broadcast_to(length, self.length.shape)
         if (length < 0).any() or (length > self.length).any():
             raise ValueError(f"cannot truncate to {length.tolist()}: the rows hold {self.length.tolist()} tokens")
@@ -148,9 +150,12 @@ class KVCache:
         """Row i becomes what row rows[i] was: reorders, repeats and drops rows.
 
         `shared` promises that the first `shared` positions are the same in all rows (the prompt that beams have in
-        common); where the number of rows stays they are not copied, and neither are rows that stay in place.
+        common); where the number of rows stays they are not copied, and neither are rows that stay in place. Raises
+        ValueError for a row that is not there.
         """
-        rows = np.asarray(rows, int)
+        rows = np.asarray(rows if len(rows) else np.arange(0))
+        ok = rows.dtype.kind in "iu" and ((rows >= 0) & (rows < self.batch)).all()
+        require(ok, "rows", rows.tolist(), f"row numbers from 0 to {self.batch - 1}")
         used = min(self.length.max(initial=0), self.capacity)
         moved = np.flatnonzero(rows != np.arange(len(rows)))
         # Once a row has wrapped, its first slots held later positions, and hold nothing of use after a truncate.

@@ -173,13 +173,13 @@ def find(name=None):
     `distilgpt2` standing for their full ids; None for the bundled default. A model from the hub is downloaded once;
     what is in the local cache is used without touching the network. Raises OSError where there is nothing to find.
     """
-    path = Path(os.path.expanduser(name or DEFAULT_MODEL))
+    path = Path(os.path.expanduser(DEFAULT_MODEL if name is None else name))
     if name and path.is_dir():
         return path
     if name and path.is_file():
         raise OSError(f"{path} is a file; give the folder that holds config.json and model.safetensors")
     for weights in WEIGHTS_FOLDERS:
-        if (weights / path / "config.json").is_file():
+        if path.name and (weights / path / "config.json").is_file():
             return weights / path
     repo_id = str(name)
     if repo_id == "distilgpt2":
@@ -200,7 +200,7 @@ def default_draft(name=None):
         return "distilfairytale"
     if re.fullmatch(r"(openai-community/)?gpt2(-\w+)?", name):
         return "distilgpt2"
-    raise ValueError(f"no draft model is known for {name}: name one that has the same vocabulary")
+    raise ValueError(f"no draft model is known for {name}: name one of the same vocabulary with --draft-model NAME")
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -270,6 +270,10 @@ def _holds(stored, array, piece=2**20):
     return all(np.array_equal(_read_values(stored, at, n), values[at : at + n]) for at, n in pieces)
 
 
+def _listed(names, most=6):
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def read_tensors(folder, config):
     """All parameters of a checkpoint, as float32 arrays by name, in the shapes the configuration asks for.
 
@@ -324,7 +328,3 @@ def read_tensors(folder, config):
             stacklevel=2,
         )
     return params
-
-
-def _listed(names, most=6):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

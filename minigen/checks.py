@@ -1,6 +1,7 @@
 """How options are checked: one sentence that names the option, its value and what is allowed."""
 
 import math
+from dataclasses import fields
 
 import numpy as np
 
@@ -24,3 +25,11 @@ def is_number(value):
         return math.isfinite(value)
     except OverflowError:  # a whole number of more than 308 digits
         return False
+
+
+def plain_numbers(config):
+    """Make Python numbers of the NumPy scalars in a frozen dataclass: they do not overflow where a uint8 would."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, np.integer | np.floating):
+            object.__setattr__(config, field.name, value.item())

@@ -4,6 +4,7 @@ python -m minigen "Once upon a time" --temperature 0.8 --seed 1
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -38,8 +39,19 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
+def _decode(data):
+    """Bytes -> text. What is not UTF-8 becomes U+FFFD, as in GPT-2's own training text."""
+    return data.decode("utf-8", "replace")
+
+
+def _text(argument):
+    """An argument's text: fsencode gives back the bytes that the shell passed, whatever the locale made of them."""
+    return _decode(os.fsencode(argument))
+
+
 def _bias(text):
     """ID+BIAS, ID-BIAS, or TOKEN=BIAS with a token's text -> (id or text, bias)."""
+    text = _text(text)
     match = re.fullmatch(r"(\d+)([+-].+)", text, re.ASCII) or re.fullmatch(r"(.+)=([^=]+)", text, re.DOTALL)
     try:
         token, bias = match.groups()
@@ -100,8 +112,8 @@ def build_parser():
     group = parser.add_argument_group("length")
     option(group, "-n --max-tokens", "N", "the most tokens to generate")
     option(group, "--min-tokens", "N", "no end of text before so many tokens")
-    option(group, "--ignore-eos", None, "never end the text of itself", action="store_true")
-    option(group, "--stop", "TEXT", "end before this text; can be repeated", action="append")
+    option(group, "--ignore-eos", None, "go on where the model would end the text", action="store_true")
+    option(group, "--stop", "TEXT", "end before this text; can be repeated", action="append", type=_text)
     option(group, "--num-return-sequences", "N", "continuations of each prompt")
 
     group = parser.add_argument_group("sampling")
@@ -111,8 +123,8 @@ def build_parser():
     option(group, "--min-p", "P", "keep what has P of the best one's probability; 0 is off")
     option(group, "--typical-p", "P", "keep the most typical tokens that hold P; 1 is off")
     option(group, "--repetition-penalty", "X", "make tokens of prompt and output less likely; 1 is off")
-    option(group, "--presence-penalty", "X", "off the logit of each output token; 0 is off")
-    option(group, "--frequency-penalty", "X", "the same, each time it occurs; 0 is off")
+    option(group, "--presence-penalty", "X", "subtract from the logit of each output token; 0 is off")
+    option(group, "--frequency-penalty", "X", "subtract each time the token occurs; 0 is off")
     option(group, "--no-repeat-ngram-size", "N", "no run of N tokens comes twice; 0 is off")
     bias_help = "add to a token's logit, ID-inf bans it; TEXT=BIAS names it by text; can be repeated"
     option(group, "--logit-bias", "ID+BIAS", bias_help, action="append", type=_bias)
@@ -132,11 +144,16 @@ def build_parser():
     option(group, "--max-matching-ngram-size", "N", "the longest end of the text to look up in it")
 
     group = parser.add_argument_group("cache and context")
-    option(group, "--window", "W", "each token sees only the last W tokens")
+    option(
+        group,
+        "--window",
+        "W",
+        "bound the memory: each token sees only the last W tokens, which GPT-2 was not trained for",
+    )
     option(
         group, "--context-shift", None, "when the context is full, drop its older half and go on", action="store_true"
     )
-    option(group, "--keep", "N", "the first N tokens are never dropped")
+    option(group, "--keep", "N", "the first N tokens that --context-shift never drops")
     no_cache_help = "run the whole text again for every token: slow, for study"
     group.add_argument(
         "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
@@ -155,15 +172,12 @@ def build_parser():
 # ---------------------------------------------------------------------------------------- prompts
 
 
-def _decode_prompt(data):
-    """Bytes -> text. What is not UTF-8 becomes U+FFFD, as in GPT-2's own training text."""
-    return data.decode("utf-8", "replace")
-
-
 def _read_file(path):
     """The text of a file or of stdin ("-"), without byte order mark and without one final newline."""
+    if path == "-" and sys.stdin is None:
+        raise OSError("the prompt should come from stdin, which is closed")
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    return _decode_prompt(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
+    return _decode(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
 
 
 def read_prompts(args):
@@ -180,10 +194,11 @@ def read_prompts(args):
                 raise ValueError(f"{args.prompts_file} is empty; it must hold a prompt on each line")
             return re.split("\r?\n", text)
     except OSError as error:
-        raise OSError(f"cannot read the prompt from {error.filename}: {error.strerror}") from error
+        raise OSError(
+            f"cannot read the prompt from {args.file or args.prompts_file}: {error.strerror or error}"
+        ) from error
     if args.prompt:
-        # fsencode gives back the bytes that the shell passed, whatever the locale made of them.
-        return [_read_file("-") if prompt == "-" else _decode_prompt(os.fsencode(prompt)) for prompt in args.prompt]
+        return [_read_file("-") if prompt == "-" else _text(prompt) for prompt in args.prompt]
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError('there is no prompt: give one, as in minigen "Once upon a time", or pipe it in')
     return [_read_file("-")]
@@ -193,7 +208,9 @@ def read_prompts(args):
 
 
 def _note(text):
-    print(text, file=sys.stderr, flush=True)
+    """One line on stderr; where nothing can be written there, the text on stdout still matters."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _in_row_order(steps):
@@ -295,7 +312,7 @@ def run(args):
     decoding = check_options(without_bias, drafts=draft_name is not None).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     prompts = read_prompts(args)
-    name = args.model or DEFAULT_MODEL
+    name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
@@ -305,16 +322,18 @@ def run(args):
         if any(prompt.endswith(" ") for prompt in prompts):
             _note("hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without")
 
-    completions, row, line_open = [], None, False
+    completions, row, line_open, unshown = [], None, False, ""
     try:
         for step in _in_row_order(steps):
             done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
             if args.json:
                 text = _as_json(step, prompt, name, decoding.seed) if done else ""
             else:
-                text = step.text if not args.no_stream else done.text if done else ""
+                text = step.text
                 if step.row != row:
                     text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
+            if args.no_stream:
+                text, unshown = (unshown + text, "") if done else ("", unshown + text)
             row = step.row
             line_open = not text.endswith("\n") if text else line_open
             if done and line_open:
@@ -324,9 +343,9 @@ def run(args):
             if done:
                 completions.append(done)
     finally:
-        # Also where an error or Ctrl-C ends the run: the text so far stands on lines of its own.
-        if line_open:
-            sys.stdout.write("\n")
+        # Where an error or Ctrl-C ends the run, the text so far is shown, and on lines of its own.
+        if line_open or unshown:
+            sys.stdout.write(unshown + "\n")
             sys.stdout.flush()
 
     if decoding.logprobs is not None and not args.json:
@@ -357,12 +376,16 @@ def main(argv=None):
         return 141  # the reader has left, as head does
     except KeyboardInterrupt:
         return 130
+    except MemoryError as error:
+        _note(f"minigen: there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts")
+        return 2
     except (OSError, ValueError) as error:
         _note(f"minigen: {error}")
         return 2
     finally:
-        # What a closed pipe or a full disk has left in the buffer must not come up again when Python exits.
-        try:
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What a closed pipe or a full disk has left in a buffer must not come up again when Python exits.
+        for output in (sys.stdout, sys.stderr):
+            try:
+                output.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())

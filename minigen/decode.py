@@ -5,8 +5,8 @@
 One rule covers prompt, steps and the naive loop alike: feed `context[cache.length:]`. For a prompt that is all of it,
 for each later step the one new token, and without a cache (`use_cache=False`) everything, every time.
 
-`Row` holds one output while it grows and is the only place that decides when it ends; beam search and speculation
-append to the same rows.
+`Row` holds one output while it grows, and says of each appended token whether the text ends there; beam search and
+speculation append to the same rows.
 """
 
 import time
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.checks import is_int, require
+from minigen.checks import is_int, plain_numbers, require
 from minigen.sampler import History, draw, log_softmax, probs
 from minigen.tokenizer import StopMatcher, Utf8Stream
 
@@ -39,6 +39,7 @@ class DecodingConfig:
     keep: int = 0  # >= 0: the first ids that a context shift never drops
 
     def __post_init__(self):
+        plain_numbers(self)
         for name, least, optional in (
             ("max_tokens", 0, False),
             ("seed", 0, True),
@@ -51,7 +52,7 @@ class DecodingConfig:
             allowed = f"a whole number of {least} or more" + (", or None" if optional else "")
             require((optional and value is None) or is_int(value, least), name, value, allowed)
         ok = isinstance(self.stop, tuple) and all(isinstance(stop, str) and stop for stop in self.stop)
-        require(ok, "stop", self.stop, "texts, none of them empty")
+        require(ok, "stop", self.stop, "a text or a list of texts, none of them empty")
         for name in ("use_cache", "context_shift"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 

@@ -187,8 +187,13 @@ class GPT2:
         cache = self.new_cache(B, T) if cache is None else cache
         if cache.batch != B:
             raise ValueError(f"ids has {B} rows, the cache {cache.batch}")
+        made_for = len(cache.keys), cache.keys[0].shape[1], cache.keys[0].shape[3]
+        ours = self.config.n_layer, self.config.n_head, self.config.d_head
+        if made_for != ours:
+            raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")
         pad = np.zeros(B, int) if pad is None else np.asarray(pad)
-        require(pad.shape == (B,) and (pad >= 0).all() and (pad <= T).all(), "pad", pad, f"{B} numbers from 0 to {T}")
+        ok = pad.shape == (B,) and pad.dtype.kind in "iu" and ((pad >= 0) & (pad <= T)).all() and pad.min() < T
+        require(ok, "pad", pad, f"{B} whole numbers from 0 to {T}, not all of them {T}")
 
         columns = np.arange(T) - pad[:, None]  # [B, T], negative on padding
         positions = np.where(columns < 0, -1, cache.length[:, None] + columns)

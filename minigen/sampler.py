@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.checks import is_int, is_number, require
+from minigen.checks import is_int, is_number, plain_numbers, require
 
 REMOVED = np.float32(-np.inf)
 FLOAT32 = np.finfo(np.float32)
@@ -43,7 +43,7 @@ class SamplingConfig:
     top_p: float = 0.9  # 0 to 1: keep the smallest set with at least this probability; 1 keeps all
     min_p: float = 0.0  # 0 to 1: keep what has at least this fraction of the best one's probability; 0 keeps all
     typical_p: float = 1.0  # above 0, to 1: as top_p, but the most typical tokens first; 1 keeps all
-    repetition_penalty: float = 1.0  # > 0: above 1 makes tokens of prompt and output less likely; 1 is off
+    repetition_penalty: float = 1.0  # 1e-30 to 1e30: above 1 makes tokens of prompt and output less likely; 1 is off
     presence_penalty: float = 0.0  # taken off the logit of each token of the output; 0 is off
     frequency_penalty: float = 0.0  # taken off as often as the token stands in the output; 0 is off
     no_repeat_ngram_size: int = 0  # >= 0: no run of this many tokens comes twice; 0 is off
@@ -54,6 +54,7 @@ class SamplingConfig:
     logits_processors: tuple[Callable, ...] = ()  # each (history, logits [V]) -> logits [V]
 
     def __post_init__(self):
+        plain_numbers(self)
         for name in ("top_k", "no_repeat_ngram_size", "min_tokens"):
             value = getattr(self, name)
             require(is_int(value, 0), name, value, "a whole number of 0 or more (0 is off)")
@@ -62,9 +63,10 @@ class SamplingConfig:
             ("top_p", "a number from 0 to 1 (1 is off)", lambda value: 0 <= value <= 1),
             ("min_p", "a number from 0 to 1 (0 is off)", lambda value: 0 <= value <= 1),
             ("typical_p", "a number above 0, up to 1 (1 is off)", lambda value: 0 < value <= 1),
-            ("repetition_penalty", "a number above 0 (1 is off)", lambda value: value > 0),
-            ("presence_penalty", "a finite number (0 is off)", lambda value: True),
-            ("frequency_penalty", "a finite number (0 is off)", lambda value: True),
+            # Up to 1e30, logits stay within float32 whatever these do to them.
+            ("repetition_penalty", "a number from 1e-30 to 1e30 (1 is off)", lambda value: 1e-30 <= value <= 1e30),
+            ("presence_penalty", "a number from -1e30 to 1e30 (0 is off)", lambda value: abs(value) <= 1e30),
+            ("frequency_penalty", "a number from -1e30 to 1e30 (0 is off)", lambda value: abs(value) <= 1e30),
         ):
             value = getattr(self, name)
             require(is_number(value) and in_range(value), name, value, allowed)
@@ -72,8 +74,9 @@ class SamplingConfig:
         require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token ids to numbers")
         for token, value in bias.items():
             require(is_int(token, 0), "a key of logit_bias", token, "a token id of 0 or more")
-            ok = is_number(value) or value == -math.inf
-            require(ok, f"the logit_bias of token {token}", value, "a finite number, or -inf to ban the token")
+            ok = (is_number(value) and abs(value) <= 1e30) or value == -math.inf
+            allowed = "a number from -1e30 to 1e30, or -inf to ban the token"
+            require(ok, f"the logit_bias of token {token}", value, allowed)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         ok = isinstance(self.logits_processors, tuple | list) and all(map(callable, self.logits_processors))
         require(ok, "logits_processors", self.logits_processors, "a list of callables (history, logits) -> logits")
@@ -139,7 +142,8 @@ def process(logits, history, config):
         logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, REMOVED))
     for processor in config.logits_processors:
         processed = processor(history, logits.copy())  # a copy: it may work in place, and `logits` are the model's own
-        if not isinstance(processed, np.ndarray) or processed.shape != logits.shape:
+        ok = isinstance(processed, np.ndarray) and processed.shape == logits.shape and processed.dtype.kind in "fiu"
+        if not ok:
             raise ValueError(
                 f"generated token {n_generated + 1}: a logits processor returned {processed!r}; "
                 f"it must return an array of {len(logits)} logits"

@@ -11,7 +11,8 @@ The result is distributed exactly as the target's own sampling (Leviathan et al.
 how often a draft is accepted. p and q come from the same `sampler.probs`, with the history that each place would have
 had; greedy decoding is the case in which both are certain of one token.
 
-It pays because a pass over k + 1 tokens reads the weights once, as a pass over one does.
+It pays where one pass over k + 1 tokens costs less than the passes it saves: a large model's pass is bound by reading
+its weights, and one pass reads them once for all tokens. How near it comes to that is for `ops.linear` to say.
 """
 
 import time
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minigen.checks import is_int, require
+from minigen.checks import is_int, plain_numbers, require
 from minigen.decode import SpeculationStats, Step, feed, new_cache
 from minigen.sampler import History, draw, one_hot, probs
 
@@ -34,6 +35,7 @@ class SpeculationConfig:
     max_matching_ngram_size: int = 2  # >= 1: the longest end of the text that is looked up in it
 
     def __post_init__(self):
+        plain_numbers(self)
         ok = self.num_draft_tokens == "auto" or is_int(self.num_draft_tokens, 1)
         require(ok, "num_draft_tokens", self.num_draft_tokens, 'a whole number of 1 or more, or "auto"')
         ok = is_int(self.prompt_lookup_num_tokens, 0)

@@ -581,3 +581,44 @@ def test_the_exit_code_of_a_process():
     assert (result.code, result.out) == (2, b"")
     assert len(result.err.splitlines()) == 1
     assert time.perf_counter() - start_time < 20
+
+
+def test_a_closed_stdin_that_is_asked_for(tiny_folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for arguments in (["-"], ["-f", "-"], []):
+        assert main(["--model", str(tiny_folder), *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1
+        assert "stdin" in err or not arguments
+
+
+def test_too_much_memory(tiny_cli, monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError("Unable to allocate 7 TiB")
+
+    monkeypatch.setattr("minigen.decode.new_cache", full)
+    result = tiny_cli("hi", "-q")
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) == 1 and "memory" in result.err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stderr():
+    with open("/dev/full", "wb") as full:
+        code, out, _ = run("hi", "-n", "2", "--seed", "1", stderr=full)
+    assert code == 0 and out.startswith(b"hi")
+
+
+def test_interrupted_without_streaming_shows_the_text_so_far(tiny_folder, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        for number, step in enumerate(minigen.stream(*args, **kwargs)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr("minigen.cli.stream", interrupted)
+    arguments = ["--model", str(tiny_folder), "ab", "-n", "9", "--logit-bias", "64+99", "-q"]
+    assert main(arguments) == 130
+    streamed = capsys.readouterr().out
+    assert main([*arguments, "--no-stream"]) == 130
+    assert capsys.readouterr().out == streamed == "abaaa\n"

@@ -1072,3 +1072,45 @@ def test_arguments_are_not_changed(tok):
     generate(t.model, tok, prompts, logit_bias=bias, stop=stops, max_tokens=5)
     assert (bias, stops, prompts) == ({"a": 1.0}, ["zz"], [[1, 2], [3]])
     assert all(np.array_equal(t.params[name], p) for name, p in t.model.params.items())
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("top_k", np.uint8(2)),
+        ("max_tokens", np.int8(100)),
+        ("num_return_sequences", np.uint8(130)),
+        ("window", np.int8(9)),
+    ],
+)
+def test_numpy_numbers_do_not_overflow(tok, option, value):
+    t = tiny(n_positions=200)
+    prompts = [[1] * 100, [2] * 90]
+    options = {"max_tokens": 2, "temperature": 1.5, "top_p": 1.0, "seed": 3}
+    ours = generate(t.model, tok, prompts, **options | {option: value})
+    plain = generate(t.model, tok, prompts, **options | {option: int(value)})
+    assert ids_of(ours) == ids_of(plain)
+    assert [done.timings.cache_bytes for done in ours] == [done.timings.cache_bytes for done in plain]
+
+
+def test_what_a_cache_cannot_do_is_refused():
+    t, other = tiny(), tiny(n_layer=3)
+    for bad in (2.5, True, 0, -1):
+        with pytest.raises(ValueError, match="window"):
+            t.model.new_cache(1, 10, bad)
+        with pytest.raises(ValueError, match="capacity"):
+            t.model.new_cache(1, bad)
+    cache = t.model.new_cache(2, 10)
+    t.model.forward([[1, 2], [3, 4]], cache)
+    for rows in ([0.7], [-1], [2], [True, False]):
+        with pytest.raises(ValueError, match="rows"):
+            cache.select(rows)
+    for length in (2.0, float("nan"), 3, -1):
+        with pytest.raises(ValueError):
+            cache.truncate(length)
+    for pad in ([2, 2], [0.5, 0], [-1, 0], [0], [3, 0]):
+        with pytest.raises(ValueError, match="pad"):
+            t.model.forward([[1, 2], [3, 4]], cache, pad=pad)
+    with pytest.raises(ValueError, match="another model"):
+        other.model.forward([[1], [2]], cache)
+    assert cache.length.tolist() == [2, 2] and cache.slot_pos.max() == 1

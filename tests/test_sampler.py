@@ -826,9 +826,13 @@ RANGES = {  # option -> (refused beyond the above, accepted, what the message sa
     "top_p": ([-0.1, 1.0001, 2, 50], [1e-9, 0.5, 1, 1.0, np.float64(0.9)], ["0", "1"]),
     "min_p": ([-0.1, 1.1, 2], [0, 0.0, 1e-9, 0.5, 1, 1.0], ["0", "1"]),
     "typical_p": ([-0.1, 0, 0.0, 1.1], [1e-9, 0.5, 1, 1.0], ["0", "1"]),
-    "repetition_penalty": ([-1.5, 0, 0.0, -1e-9], [1e-3, 0.5, 1, 1.0, 1.5, 100], ["0"]),
-    "presence_penalty": ([], [-2, -0.5, 0, 0.0, 2.0], ["finite"]),
-    "frequency_penalty": ([], [-2, -0.5, 0, 0.0, 2.0], ["finite"]),
+    "repetition_penalty": (
+        [-1.5, 0, 0.0, -1e-9, 9e-31, 1.1e30],
+        [1e-30, 1e-3, 0.5, 1, 1.0, 1.5, 1e30],
+        ["1e-30", "1e30"],
+    ),
+    "presence_penalty": ([1.1e30, -1.1e30], [-1e30, -2, -0.5, 0, 0.0, 2.0, 1e30], ["-1e30", "1e30"]),
+    "frequency_penalty": ([1.1e30, -1.1e30], [-1e30, -2, -0.5, 0, 0.0, 2.0, 1e30], ["-1e30", "1e30"]),
     "top_k": ([], [0, 1, 40, 10**9, np.int64(5)], ["0"]),
     "no_repeat_ngram_size": ([], [0, 1, 2, 100, np.int32(3)], ["0"]),
     "min_tokens": ([], [0, 1, 2, 100, np.int32(3)], ["0"]),
@@ -843,8 +847,9 @@ def test_option_ranges(name):
         with pytest.raises(ValueError) as error:
             SamplingConfig(**{name: value})
         message = str(error.value)
-        assert name in message and repr(value) in message, message
-        rest = message.replace(repr(value), "", 1)
+        shown = repr(float(value) if isinstance(value, np.floating) else value)
+        assert name in message and shown in message, message
+        rest = message.replace(shown, "", 1)
         assert all(limit in rest for limit in limits), message
         assert "\n" not in message
     for value in accepted:
