@@ -1122,6 +1122,7 @@ def test_nothing_is_drafted_beyond_budget_and_contexts():
             assert given_ <= asked == min(k, max_tokens - n_generated - 1, n_target - n_context)
             # What the draft was fed: the context and all but the last of what it proposed.
             assert given_ == max(min(asked, n_draft - n_context + 1), 0)
+        assert done.speculation.drafted == sum(given_ for _, given_, _, _ in begins)
         assert plain.finish_reason == ("context" if n_prompt + max_tokens > n_target + 1 else "length")
 
 
