@@ -164,6 +164,23 @@ class GPT2:
         hidden = linear(x, block["mlp.c_fc.weight"], block["mlp.c_fc.bias"])  # [B, T, E] -> [B, T, n_inner]
         return linear(self.activation(hidden), block["mlp.c_proj.weight"], block["mlp.c_proj.bias"])  # -> [B, T, E]
 
+    def _check_ids(self, ids):
+        if ids.size == 0 or ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"ids are {ids.dtype} {list(ids.shape)}; a forward pass needs whole numbers [B, T], T >= 1"
+            )
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
+            raise ValueError(f"token id {bad} is outside the vocabulary, 0 to {self.config.vocab_size - 1}")
+
+    def _check_cache(self, cache, B):
+        if cache.batch != B:
+            raise ValueError(f"ids has {B} rows, the cache {cache.batch}")
+        made_for = len(cache.keys), cache.keys[0].shape[1], cache.keys[0].shape[3]
+        ours = self.config.n_layer, self.config.n_head, self.config.d_head
+        if made_for != ours:
+            raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")
+
     def forward(self, ids, cache=None, *, pad=None, last_only=True):
         """The logits of the token that follows each given one.
 
@@ -176,21 +193,10 @@ class GPT2:
         more tokens than the cache takes; the cache is unchanged then.
         """
         ids = np.atleast_2d(ids)
+        self._check_ids(ids)
         B, T = ids.shape
-        if ids.size == 0 or ids.ndim != 2 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"ids are {ids.dtype} {list(ids.shape)}; a forward pass needs whole numbers [B, T], T >= 1"
-            )
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"token id {bad} is outside the vocabulary, 0 to {self.config.vocab_size - 1}")
         cache = self.new_cache(B, T) if cache is None else cache
-        if cache.batch != B:
-            raise ValueError(f"ids has {B} rows, the cache {cache.batch}")
-        made_for = len(cache.keys), cache.keys[0].shape[1], cache.keys[0].shape[3]
-        ours = self.config.n_layer, self.config.n_head, self.config.d_head
-        if made_for != ours:
-            raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")
+        self._check_cache(cache, B)
         pad = np.zeros(B, int) if pad is None else np.asarray(pad)
         ok = pad.shape == (B,) and pad.dtype.kind in "iu" and ((pad >= 0) & (pad <= T)).all() and pad.min() < T
         require(ok, "pad", pad, f"{B} whole numbers from 0 to {T}, not all of them {T}")

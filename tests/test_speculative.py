@@ -114,7 +114,7 @@ class Letters:
         return [ord(letter) - ord("a") for letter in text]
 
 
-def table_logits(V, seed, spread=2.2):
+def table_logits(V, seed, spread=2.8):
     """Random logits that depend on the last two ids."""
     table = np.random.default_rng(seed).normal(0, spread, (8, 8, V)).astype(np.float32)
     return lambda ids: table[ids[-2] if len(ids) > 1 else 0, ids[-1]]
@@ -691,7 +691,7 @@ def test_transitions_in_long_texts(name):
     target = StandIn(lambda ids: table[ids[-1]], V)
     draft = StandIn(lambda ids: table[ids[-1]] + noise[ids[-1]], V)
     counts = np.zeros((V, V), int)
-    for k in range(1, 6):
+    for k in (1, 2, 4):
         for seed in range(2):
             done = generate_one(
                 target,
@@ -712,7 +712,7 @@ def test_transitions_in_long_texts(name):
         assert expected.min() >= 5
         statistic += ((counts[token][p > 0] - expected) ** 2 / expected).sum()
         bound_df += len(expected) - 1
-    assert counts.sum() == 7_000
+    assert counts.sum() == 4_200
     assert statistic < chi_square_bound(bound_df)
 
 
@@ -763,7 +763,7 @@ STORY = (
 def test_greedy_equals_plain_decoding_on_the_bundled_pair(pair):
     (model, tokenizer), draft = pair
     ids = tokenizer.encode(STORY)
-    prompts = [ids[: 1 + 9 * n] for n in range(8)] + [ids[10 * n : 10 * n + 5] for n in range(12)]
+    prompts = [ids[: 1 + 9 * n] for n in range(6)] + [ids[14 * n : 14 * n + 5] for n in range(9)]
     noise = tiny_model(1, vocab_size=model.config.vocab_size, n_positions=512)
     drafters = {
         "distilled": dict(draft_model=draft),
@@ -785,10 +785,10 @@ def test_greedy_equals_plain_decoding_on_the_bundled_pair(pair):
                 ties += 1
             else:
                 assert (done.text, done.finish_reason) == (plain.text, plain.finish_reason)
-    assert ties <= 2  # of 100 runs of 10 tokens
+    assert ties <= 2  # of 75 runs of 10 tokens
     assert accepted["wrong"] <= 2 and accepted["random"] <= 10
-    assert accepted["distilled"] > 50 and accepted["n-gram"] > 2
-    assert accepted["itself"] > 100
+    assert accepted["distilled"] > 40 and accepted["n-gram"] > 0
+    assert accepted["itself"] > 75
 
 
 def test_greedy_equals_plain_decoding_on_tiny_models():
@@ -798,7 +798,7 @@ def test_greedy_equals_plain_decoding_on_tiny_models():
     for n in range(200):
         model = tiny_model(n // 20)
         prompt = rng.integers(0, 61, rng.integers(1, 20)).tolist()
-        options = dict(temperature=0, max_tokens=12, repetition_penalty=1 + n % 2 / 2, no_repeat_ngram_size=n % 3)
+        options = dict(temperature=0, max_tokens=10, repetition_penalty=1 + n % 2 / 2, no_repeat_ngram_size=n % 3)
         plain = generate_one(model, letters, prompt, **options)
         name, draft = {
             0: ("itself", model),
@@ -826,7 +826,7 @@ def test_greedy_equals_plain_decoding_on_tiny_models():
             assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
             ties += 1
     assert ties <= 1
-    assert accepted["itself"] > 250 and accepted["noisy"] > 60 and accepted["wrong"] == 0
+    assert accepted["itself"] > 200 and accepted["noisy"] > 50 and accepted["wrong"] == 0
 
 
 def test_logprobs_are_those_of_plain_decoding():
@@ -1163,12 +1163,11 @@ def test_window_together_with_speculation(window):
             assert done.speculation.accepted == done.speculation.drafted > 0
 
 
-@pytest.mark.parametrize("window", [1, 9])
-def test_no_more_is_drafted_than_the_ring_takes_back(window):
+def test_no_more_is_drafted_than_the_ring_takes_back():
     letters = Letters(61)
     model, other = tiny_model(10, n_positions=200), tiny_model(11, n_positions=200)
     prompt = [n % 61 for n in range(90)]
-    options = dict(temperature=0, max_tokens=70, window=window)
+    options = dict(temperature=0, max_tokens=70, window=5)
     plain = generate_one(model, letters, prompt, **options)
     for draft in (model, other):
         done = generate_one(model, letters, prompt, draft_model=(draft, letters), num_draft_tokens=69, **options)
@@ -1185,13 +1184,13 @@ def test_a_window_that_nothing_reaches_changes_nothing():
 
 @pytest.mark.parametrize("keep", [0, 7])
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("k", [1, 4, 7, 15])
+@pytest.mark.parametrize("k", [1, 4, 15])
 def test_context_shift_together_with_speculation(k, window, keep):
     letters = Letters(61)
     model = tiny_model(12, n_positions=16)
     for n_prompt in (1, 5, 16):
         prompt = [12 + n for n in range(n_prompt)]
-        options = dict(temperature=0, max_tokens=40, context_shift=True, keep=keep, window=window)
+        options = dict(temperature=0, max_tokens=30, context_shift=True, keep=keep, window=window)
         options |= dict(repetition_penalty=1.2, frequency_penalty=0.1) if n_prompt == 5 else {}
         plain = generate_one(model, letters, prompt, **options)
         for drafter in (
@@ -1200,7 +1199,7 @@ def test_context_shift_together_with_speculation(k, window, keep):
             dict(prompt_lookup_num_tokens=k),
         ):
             done = generate_one(model, letters, prompt, **options, **drafter)
-            assert len(done.token_ids) == 40
+            assert len(done.token_ids) == 30
             assert same_outcome(done, plain)
             if drafter.get("draft_model", (None,))[0] is model:  # also after a shift, with penalties on dropped tokens
                 assert done.speculation.accepted == done.speculation.drafted > 0
