@@ -206,7 +206,7 @@ def keep_top_p(logits, p):
     total = weights.sum(dtype=float)
     # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie behind the border, and of a
     # real vocabulary most of the others need not be sorted. (0.999: rounding must not move the border.)
-    candidates = weights[np.flatnonzero(weights > 0.999 * (1 - p) / len(logits) * total)]
+    candidates = weights[np.flatnonzero(weights > np.float32(0.999 * (1 - p) / len(logits) * total))]
     candidates = np.sort(candidates)[::-1]
     mass_before = (np.cumsum(candidates, dtype=float) - candidates) / total
     count = max(np.count_nonzero(mass_before < p), 1)
@@ -259,7 +259,8 @@ def probs(logits, history, config):
     require_choice(logits, len(history.ids) - history.n_prompt)
     if config.temperature == 0:
         return one_hot(logits.argmax(), V)
-    logits = apply_temperature(logits, config.temperature)
+    if config.temperature != 1:
+        logits = apply_temperature(logits, config.temperature)
     tokens = slice(None)  # all of them
     for keep, value, neutral in (
         (keep_top_k, config.top_k, 0),
