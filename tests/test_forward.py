@@ -245,7 +245,9 @@ class TestGPT2Shape:
     """GPT-2's own size with random weights: other matrix shapes, so other paths through `linear`."""
 
     @pytest.mark.parametrize(
-        "chunks", [[200], [1] * 60 + [7, 2, 50, 3, 38, 16, 4, 5, 15]], ids=["at once", "tokens, then irregular chunks"]
+        "chunks",
+        [[200], [1] * 200, [60, 7, 2, 50, 3, 38, 1, 16, 4, 5, 14]],
+        ids=["at once", "token by token", "irregular chunks"],
     )
     def test_logits_equal_transformers_however_the_prompt_is_cut(self, big_model, chunks):
         cache = big_model.new_cache(capacity=N_PROMPT)

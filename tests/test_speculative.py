@@ -578,7 +578,7 @@ def test_faults_are_noticed(experiment, monkeypatch, fault, name):
         monkeypatch.setattr(speculative, "verify", parts["verify"])
     if "patch" in parts:
         parts["patch"](monkeypatch)
-    for k in (1, 2, 3):
+    for k in (1, 3):
         statistic, bound = chi_square(
             experiment.run(target, draft, sampling, k, runs=RUNS, seed=k, drafter=parts.get("drafter")), expected
         )
@@ -628,7 +628,7 @@ def test_worked_example_faulty(experiment, monkeypatch):
 
 def test_verify_with_a_real_generator():
     rng = np.random.default_rng(5)
-    n, counts, n_accepted = 50_000, Counter(), 0
+    n, counts, n_accepted = 40_000, Counter(), 0
     for _ in range(n):
         token, accepted = verify(draw(Q, rng), P, Q, rng)
         counts[token] += 1
@@ -931,7 +931,7 @@ CACHE_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
-@pytest.mark.parametrize("k", [1, 2, 4, 5])
+@pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_draft_that_is_the_target_is_accepted_in_every_round(k, options):
     model = tiny_model(5, n_positions=80)
     rounds = Rounds(model, model, [3, 1, 4, 1], k, max_tokens=51, seed=3, **options)
@@ -1297,7 +1297,7 @@ def test_vocabularies_of_other_sizes(sizes, target, draft, monkeypatch):
         return tokens, distributions
 
     monkeypatch.setattr(ModelDrafter, "propose", propose)
-    for seed in range(10):
+    for seed in range(5):
         greedy = dict(temperature=0, max_tokens=20, no_repeat_ngram_size=2)
         plain = generate_one(model, tokenizer, f"prompt {seed}", **greedy)
         done = generate_one(model, tokenizer, f"prompt {seed}", draft_model=sizes[draft], **greedy)
@@ -1364,7 +1364,7 @@ def propose(ids, k, longest, V=10):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 6), st.integers(1, 5))
-@settings(deadline=None, derandomize=True, database=None, max_examples=600)
+@settings(deadline=None, derandomize=True, database=None, max_examples=400)
 def test_ngram_drafter_against_a_slow_definition(ids, k, longest):
     before = list(ids)
     tokens, distributions = propose(ids, k, longest)
@@ -1522,7 +1522,7 @@ def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
         return sum(acceptance**i for i in range(k + 1)) / (1 + draft_cost * k)
 
     tokens = seconds = 0.0
-    for n in range(3000):
+    for n in range(1500):
         k = length.choose()
         assert 0 <= k <= DraftLength.MOST
         accepted = 0
