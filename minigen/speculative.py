@@ -182,7 +182,7 @@ class DraftLength:
 def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch) -> Iterator[Step]:
     """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
 
-    Between rounds both caches hold all of `row.context` but its last token.
+    Between rounds the target's cache holds all of `row.context` but its last token, and the draft's no more than that.
     """
     if config.max_tokens == 0:
         yield row.end("length")
