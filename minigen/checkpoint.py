@@ -248,8 +248,8 @@ def _read_header(path):
 
 def _read_values(stored, start=0, count=None):
     """`count` values of a tensor from the `start`th on, by default all, as float32 in one dimension."""
-    # fromfile has NumPy allocate, which gets huge pages for large arrays; a buffer handed over by a reader does not,
-    # and the whole forward pass is then about a tenth slower.
+    # fromfile reads into an array that NumPy allocates, without a second copy, and NumPy asks for huge pages for large
+    # arrays; a buffer handed over by a reader has none.
     dtype = np.dtype(DTYPES[stored.dtype])
     count = stored.size if count is None else count
     raw = np.fromfile(stored.path, dtype, count, offset=stored.offset + start * dtype.itemsize)
