@@ -1,16 +1,32 @@
-"""What all benchmarks share: options, interleaved timing, the machine's description, tables and JSON."""
+"""What all benchmarks share: options, models, interleaved timing, the machine's description, tables, JSON, pictures."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import minigen
+
+ROOT = Path(__file__).resolve().parents[1]
+# What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
+SHAPES = {
+    "distilgpt2": {"n_embd": 768, "n_layer": 6, "n_head": 12},
+    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+
+# ---------------------------------------------------------------------------------------- options
 
 
 class Timing(NamedTuple):
@@ -21,21 +37,114 @@ class Timing(NamedTuple):
     max: float
 
 
-def parser(description):
-    """The options that every benchmark has."""
-    arguments = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence, without the usage."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def picture(name):
+    """The type of `--plot`: refuses before anything is measured what could not be drawn afterwards."""
+    if Path(name).suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{name} ends neither in .png nor in .svg")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'minigen[bench]'")
+    return name
+
+
+def parser(description, repetitions=30, model=False, plot=False):
+    """The options that every benchmark has, and on request those that choose a model and draw a picture."""
+    arguments = Parser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    arguments.add_argument("--repetitions", type=int, default=30, metavar="N", help="timed calls of each case")
-    arguments.add_argument("--quick", action="store_true", help="few repetitions: shows that it runs, not how fast")
+    arguments.add_argument("--repetitions", type=int, default=repetitions, metavar="N", help="timed calls of each case")
+    quick = "the bundled model and few repetitions" if model else "few repetitions"
+    arguments.add_argument("--quick", action="store_true", help=f"{quick}: shows that it runs, not how fast")
     arguments.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    if plot:
+        arguments.add_argument("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
+    if model:
+        which = arguments.add_mutually_exclusive_group()
+        which.add_argument("--model", metavar="NAME", help="a checkpoint on disk: folder, bundled name or hub id")
+        which.add_argument("--shape", choices=SHAPES, help="random weights of this shape; gpt2 where nothing is said")
     return arguments
+
+
+# ---------------------------------------------------------------------------------------- models
+
+
+def shape_of(arguments):
+    """The shape that random weights are asked for, or None where a checkpoint is to be read."""
+    return arguments.shape or (None if arguments.model or arguments.quick else "gpt2")
+
+
+def name_of(arguments):
+    """The model that was asked for, in words, for a table's title."""
+    shape = shape_of(arguments)
+    return f"random weights of {shape}'s shape" if shape else arguments.model or "the bundled model"
+
+
+def random_parameters(config):
+    """Weights as they are before training, float32 by name: normal with deviation 0.02, norms 1, biases 0."""
+    rng = np.random.default_rng(0)
+    parameters = {}
+    for name, shape in config.parameter_shapes().items():
+        if len(shape) == 1:
+            parameters[name] = np.full(shape, name.endswith("weight"), np.float32)  # norms are the only such weights
+        else:
+            parameters[name] = rng.standard_normal(shape, np.float32)
+            parameters[name] *= np.float32(0.02)
+    return parameters
+
+
+def model_of(arguments):
+    """The `GPT2` that the options ask for, in memory."""
+    shape = shape_of(arguments)
+    if shape is None:
+        return minigen.load(arguments.model)[0]
+    config = minigen.GPT2Config(**SHAPES[shape])
+    return minigen.GPT2(config, random_parameters(config))
+
+
+def checkpoint_of(arguments, folder):
+    """The folder of the checkpoint that the options ask for: the model's own, or `folder`, filled with random weights.
+
+    Raises OSError where a hub id is not in the local cache: no benchmark downloads anything.
+    """
+    shape = shape_of(arguments)
+    if shape is None:
+        name = arguments.model or "fairytale"
+        for path in (Path(name).expanduser(), ROOT / "weights" / name):
+            if path.is_dir():
+                return path
+        from huggingface_hub import snapshot_download
+
+        if name in SHAPES:
+            name = f"{'distilbert' if name == 'distilgpt2' else 'openai-community'}/{name}"
+        return Path(snapshot_download(name, local_files_only=True))
+    config = minigen.GPT2Config(**SHAPES[shape])
+    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(random_parameters(config), folder / "model.safetensors", {"format": "pt"})
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(ROOT / "tests" / "data" / "gpt2-bpe" / name, folder)
+    return folder
+
+
+def config_of(folder):
+    """The `GPT2Config` of a checkpoint's folder."""
+    return minigen.GPT2Config.from_dict(json.loads((folder / "config.json").read_text()))
+
+
+# ---------------------------------------------------------------------------------------- timing
 
 
 def measure(cases, repetitions, warm_up=3):
     """Time callables against each other: one call of each in turn, so that a noisy moment hits all alike.
 
-    cases: name -> callable without arguments. Returns name -> `Timing`.
+    cases: name -> callable without arguments; one that returns a float has timed itself, and returns seconds. Returns
+    name -> `Timing`.
     """
     for _ in range(warm_up):
         for call in cases.values():
@@ -44,12 +153,28 @@ def measure(cases, repetitions, warm_up=3):
     for _ in range(repetitions):
         for name, call in cases.items():
             start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
+            own = call()
+            seconds[name].append(own if isinstance(own, float) else time.perf_counter() - start)
     return {
         name: Timing(*(1000 * float(statistic(times)) for statistic in (np.median, np.min, np.max)))
         for name, times in seconds.items()
     }
+
+
+def gemv_rate(megabytes=400, repetitions=10):
+    """Billions of bytes a second that one large matrix-vector product reads: the memory's speed, as BLAS gets it.
+
+    The matrix is far larger than the caches of most processors. Both orientations are timed, because which is faster
+    depends on the BLAS, and the better median counts.
+    """
+    rows = megabytes * 10**6 // (4 * 4096)
+    matrix = np.ones((rows, 4096), np.float32)  # not zeros: untouched ones all lie in the same page of memory
+    cases = {"gemv": lambda: matrix @ matrix[0], "transposed": lambda: matrix[:, 0] @ matrix}
+    timings = measure(cases, repetitions, warm_up=1)
+    return matrix.nbytes / 1e6 / min(timing.median for timing in timings.values())
+
+
+# ---------------------------------------------------------------------------------------- results
 
 
 def machine():
@@ -71,14 +196,34 @@ def machine():
     }
 
 
-def report(title, rows, arguments):
-    """Print a table of rows (dicts with the same keys) under the machine's description; write it as JSON if asked."""
+def report(title, rows, arguments, notes=()):
+    """Print a table of rows (dicts with the same keys) under the machine's description; write it as JSON if asked.
+
+    notes: sentences that belong to the figures; printed above the table.
+    """
     described = machine()
     print(title)
-    print(", ".join(f"{key} {value}" for key, value in described.items()))
+    print(", ".join(f"{key} {value}" for key, value in described.items()), *notes, sep="\n")
     cells = [list(rows[0])] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"title": title, "machine": described, "rows": rows}, indent=1))
+        figures = {"title": title, "machine": described, "notes": list(notes), "rows": rows}
+        Path(arguments.json).write_text(json.dumps(figures, indent=1))
+
+
+@contextmanager
+def plot(file, title, panels=1):
+    """Gives matplotlib axes to draw on, a list of `panels` side by side, and then writes them to `file`."""
+    # Imported here because no other part of a benchmark needs it, and drawing without a screen needs this backend.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(1.5 + 3 * panels, 4), layout="constrained", squeeze=False)
+    figure.suptitle(title)
+    yield list(axes[0])
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,167 @@
+"""minigen beside transformers, CTranslate2 and llama.cpp, all in float32 on the same weights and threads.
+
+    python -m benchmarks.peers --shape gpt2 --plot peers.png
+
+    ppN             a prompt of N tokens, up to the logits of the next one
+    tgN @ d128      a step of greedy decoding, mean of N, after a prompt of 128 tokens
+    4 rows          the same for four prompts side by side, all four in one step
+    first token     from starting a process to the first token it prints, the checkpoint in the system's file cache
+
+"ratio" is minigen's time as a multiple of the engine's: below 1 minigen is faster. "agreement" is what the engine
+computed in that very case beside what minigen did: the largest difference of two logits, or the tokens that are the
+same. What an engine is asked to do, and where it cannot do quite the same, stands in engines.py.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engines import CONVERT, FIRST_TOKEN, Worker, missing, versions, vocabulary_of
+from benchmarks.harness import checkpoint_of, config_of, measure, name_of, parser, plot, report
+from minigen import Tokenizer
+
+TEXT = "Once upon a time, there was a"
+# Each engine has a process of its own, because their thread pools disturb each other: a pool's threads go on spinning
+# after their work is done, for up to 0.2 s by default, and keep the cores from whoever is next. So each call
+# is made when the one before it has been over for this long.
+PAUSE = 0.25
+
+
+def rested(worker, method, *arguments):
+    """A case for `measure`: the seconds that the engine reports, once all others have come to rest."""
+
+    def call():
+        time.sleep(PAUSE)
+        result = worker.call(method, *arguments)
+        return result if method == "prefill" else result[1]
+
+    return call
+
+
+def first_token(name, path, text, threads):
+    """(seconds from starting the engine's program to the token it prints, the token)."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", FIRST_TOKEN[name], str(path), text, str(threads)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        token = process.stdout.readline()
+        seconds = time.perf_counter() - start
+        errors = process.communicate()[1]
+    if process.returncode or not token:
+        raise RuntimeError(f"{name} fails: {errors.strip().splitlines()[-1:]}")
+    return seconds, int(token)
+
+
+def same_tokens(ours, theirs):
+    ours, theirs = np.ravel(ours), np.ravel(theirs)
+    return f"{np.count_nonzero(ours == theirs)} of {len(ours)} tokens"
+
+
+def rows_of(case, timings, agreement):
+    """A row of the table for each engine."""
+    ours = timings["minigen"].median
+    return [
+        {
+            "case": case,
+            "engine": name,
+            **{f"ms {statistic}": value for statistic, value in timing._asdict().items()},
+            "ratio": ours / timing.median,
+            "agreement": agreement[name],
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def measure_calls(workers, config, quick, repetitions):
+    """Rows for prefill and decode: prompts of random ids, the same for all engines."""
+    steps, warm_up = (4, 1) if quick else (16, 2)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, config.vocab_size, (4, min(512, config.n_positions))).tolist()
+    depth = min(128, config.n_positions - steps - 1)
+
+    rows = []
+    for length in sorted({min(length, config.n_positions) for length in (128, 512)}):
+        logits = {name: worker.call("logits", prompts[0][:length]) for name, worker in workers.items()}
+        agreement = {name: f"{np.abs(x - logits['minigen']).max():.1e} in logits" for name, x in logits.items()}
+        cases = {name: rested(worker, "prefill", prompts[0][:length]) for name, worker in workers.items()}
+        rows += rows_of(f"pp{length}", measure(cases, repetitions, warm_up), agreement)
+    for batch, label in ((1, ""), (4, ", 4 rows")):
+        asked = [prompt[:depth] for prompt in prompts[:batch]], steps
+        tokens = {name: worker.call("decode", *asked)[0] for name, worker in workers.items()}
+        agreement = {name: same_tokens(tokens["minigen"], x) for name, x in tokens.items()}
+        cases = {name: rested(worker, "decode", *asked) for name, worker in workers.items()}
+        rows += rows_of(f"tg{steps} @ d{depth}{label}", measure(cases, repetitions, warm_up), agreement)
+    return rows
+
+
+def measure_first_tokens(paths, checkpoint, repetitions, threads):
+    """Rows for the time from process start to first token, after one start of each that warms the disk."""
+    config = config_of(checkpoint)
+    tokenizer = Tokenizer.from_folder(checkpoint, config.vocab_size)
+    spellings, _ = vocabulary_of(checkpoint, config)
+    spelled = " ".join(spellings[id] for id in tokenizer.encode(TEXT))
+    asked = {name: (name, path, spelled if name == "CTranslate2" else TEXT, threads) for name, path in paths.items()}
+    tokens = {name: first_token(*asked[name])[1] for name in asked}
+    agreement = {name: same_tokens(tokens["minigen"], token) for name, token in tokens.items()}
+    cases = {name: lambda name=name: first_token(*asked[name])[0] for name in asked}
+    return rows_of("first token", measure(cases, repetitions, warm_up=0), agreement)
+
+
+def draw(rows, file, title):
+    """One panel a case, one bar an engine, from 0."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    with plot(file, title, len(cases)) as panels:
+        for axes, case in zip(panels, cases, strict=True):
+            shown = [row for row in rows if row["case"] == case]
+            colours = ["C0" if row["engine"] == "minigen" else "0.7" for row in shown]
+            bars = axes.bar([row["engine"] for row in shown], [row["ms median"] for row in shown], color=colours)
+            axes.bar_label(bars, fmt="%.4g")
+            axes.set_title(case)
+            axes.tick_params(axis="x", rotation=45)
+        panels[0].set_ylabel("milliseconds, less is better")
+
+
+def main():
+    options = parser(__doc__.splitlines()[0], repetitions=10, model=True, plot=True)
+    options.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="threads, and cores, of each")
+    options.add_argument("--engines", nargs="+", metavar="NAME", choices=FIRST_TOKEN, help="only these and minigen")
+    arguments = options.parse_args()
+    repetitions = 2 if arguments.quick else arguments.repetitions
+
+    # Read by the libraries when a process starts, so set here for all that are started.
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(arguments.threads))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+
+    wanted = [name for name in FIRST_TOKEN if name == "minigen" or name in (arguments.engines or FIRST_TOKEN)]
+    lacking = {name: missing(name) for name in wanted}
+    present = [name for name in wanted if not lacking[name]]
+    notes = [f"not measured: {name}, for want of {', '.join(lacking[name])}" for name in wanted if lacking[name]]
+    notes += [f"{arguments.threads} threads", *filter(None, map(versions, present))]
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "checkpoint")
+        made.mkdir()
+        checkpoint = checkpoint_of(arguments, made)
+        paths = dict.fromkeys(present, checkpoint)
+        for name in CONVERT.keys() & paths.keys():
+            paths[name] = Path(folder, name)
+            CONVERT[name](checkpoint, paths[name])
+        workers = {name: Worker(name, path, arguments.threads) for name, path in paths.items()}
+        rows = measure_calls(workers, config_of(checkpoint), arguments.quick, repetitions)
+        for worker in workers.values():
+            worker.close()
+        rows += measure_first_tokens(paths, checkpoint, max(1, repetitions // 2), arguments.threads)
+
+    title = f"{name_of(arguments)}, float32, milliseconds"
+    report(title, rows, arguments, notes)
+    if arguments.plot:
+        draw(rows, arguments.plot, f"{title}, {arguments.threads} threads")
+
+
+if __name__ == "__main__":
+    main()
