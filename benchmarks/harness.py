@@ -16,6 +16,8 @@ from safetensors.numpy import save_file
 
 import minigen
 
+# No benchmark downloads anything; the hub's client reads this when it is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 # What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
 SHAPES = {
@@ -110,7 +112,7 @@ def model_of(arguments):
 def checkpoint_of(arguments, folder):
     """The folder of the checkpoint that the options ask for: the model's own, or `folder`, filled with random weights.
 
-    Raises OSError where a hub id is not in the local cache: no benchmark downloads anything.
+    Raises OSError where a hub id is not in the local cache.
     """
     shape = shape_of(arguments)
     if shape is None:
@@ -122,7 +124,7 @@ def checkpoint_of(arguments, folder):
 
         if name in SHAPES:
             name = f"{'distilbert' if name == 'distilgpt2' else 'openai-community'}/{name}"
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name))
     config = minigen.GPT2Config(**SHAPES[shape])
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
     (folder / "config.json").write_text(json.dumps(described))
