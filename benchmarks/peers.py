@@ -32,11 +32,11 @@ TEXT = "Once upon a time, there was a"
 PAUSE = 0.25
 
 
-def rested(worker, method, *arguments):
+def rested(pause, worker, method, *arguments):
     """A case for `measure`: the seconds that the engine reports, once all others have come to rest."""
 
     def call():
-        time.sleep(PAUSE)
+        time.sleep(pause)
         result = worker.call(method, *arguments)
         return result if method == "prefill" else result[1]
 
@@ -78,7 +78,7 @@ def rows_of(case, timings, agreement):
 
 def measure_calls(workers, config, quick, repetitions):
     """Rows for prefill and decode: prompts of random ids, the same for all engines."""
-    steps, warm_up = (4, 1) if quick else (16, 2)
+    steps, warm_up, pause = (4, 0, 0) if quick else (16, 1, PAUSE)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocab_size, (4, min(512, config.n_positions))).tolist()
     depth = min(128, config.n_positions - steps - 1)
@@ -87,28 +87,34 @@ def measure_calls(workers, config, quick, repetitions):
     for length in sorted({min(length, config.n_positions) for length in (128, 512)}):
         logits = {name: worker.call("logits", prompts[0][:length]) for name, worker in workers.items()}
         agreement = {name: f"{np.abs(x - logits['minigen']).max():.1e} in logits" for name, x in logits.items()}
-        cases = {name: rested(worker, "prefill", prompts[0][:length]) for name, worker in workers.items()}
+        cases = {name: rested(pause, worker, "prefill", prompts[0][:length]) for name, worker in workers.items()}
         rows += rows_of(f"pp{length}", measure(cases, repetitions, warm_up), agreement)
     for batch, label in ((1, ""), (4, ", 4 rows")):
         asked = [prompt[:depth] for prompt in prompts[:batch]], steps
         tokens = {name: worker.call("decode", *asked)[0] for name, worker in workers.items()}
         agreement = {name: same_tokens(tokens["minigen"], x) for name, x in tokens.items()}
-        cases = {name: rested(worker, "decode", *asked) for name, worker in workers.items()}
+        cases = {name: rested(pause, worker, "decode", *asked) for name, worker in workers.items()}
         rows += rows_of(f"tg{steps} @ d{depth}{label}", measure(cases, repetitions, warm_up), agreement)
     return rows
 
 
-def measure_first_tokens(paths, checkpoint, repetitions, threads):
-    """Rows for the time from process start to first token, after one start of each that warms the disk."""
+def measure_first_tokens(paths, checkpoint, quick, repetitions, threads):
+    """Rows for the time from process start to first token."""
     config = config_of(checkpoint)
     tokenizer = Tokenizer.from_folder(checkpoint, config.vocab_size)
     spellings, _ = vocabulary_of(checkpoint, config)
     spelled = " ".join(spellings[id] for id in tokenizer.encode(TEXT))
-    asked = {name: (name, path, spelled if name == "CTranslate2" else TEXT, threads) for name, path in paths.items()}
-    tokens = {name: first_token(*asked[name])[1] for name in asked}
-    agreement = {name: same_tokens(tokens["minigen"], token) for name, token in tokens.items()}
-    cases = {name: lambda name=name: first_token(*asked[name])[0] for name in asked}
-    return rows_of("first token", measure(cases, repetitions, warm_up=0), agreement)
+    tokens = {}
+
+    def call(name):
+        text = spelled if name == "CTranslate2" else TEXT
+        seconds, tokens[name] = first_token(name, paths[name], text, threads)
+        return seconds
+
+    # The first start of each warms the disk.
+    cases = {name: lambda name=name: call(name) for name in paths}
+    timings = measure(cases, repetitions, warm_up=0 if quick else 1)
+    return rows_of("first token", timings, {name: same_tokens(tokens["minigen"], x) for name, x in tokens.items()})
 
 
 def draw(rows, file, title):
@@ -120,6 +126,7 @@ def draw(rows, file, title):
             colours = ["C0" if row["engine"] == "minigen" else "0.7" for row in shown]
             bars = axes.bar([row["engine"] for row in shown], [row["ms median"] for row in shown], color=colours)
             axes.bar_label(bars, fmt="%.4g")
+            axes.margins(y=0.1)  # room for the numbers above the bars
             axes.set_title(case)
             axes.tick_params(axis="x", rotation=45)
         panels[0].set_ylabel("milliseconds, less is better")
@@ -147,15 +154,23 @@ def main():
         made = Path(folder, "checkpoint")
         made.mkdir()
         checkpoint = checkpoint_of(arguments, made)
-        paths = dict.fromkeys(present, checkpoint)
-        for name in CONVERT.keys() & paths.keys():
-            paths[name] = Path(folder, name)
-            CONVERT[name](checkpoint, paths[name])
-        workers = {name: Worker(name, path, arguments.threads) for name, path in paths.items()}
+        paths, workers = {}, {}
+        for name in present:
+            paths[name] = Path(folder, name) if name in CONVERT else checkpoint
+            try:
+                if name in CONVERT:
+                    CONVERT[name](checkpoint, paths[name])
+                workers[name] = Worker(name, paths[name], arguments.threads)
+            except Exception as error:  # an engine that cannot run this model, or is installed but broken
+                if name == "minigen":
+                    raise
+                notes.append(f"not measured: {name}, {error}")
+                del paths[name]
         rows = measure_calls(workers, config_of(checkpoint), arguments.quick, repetitions)
         for worker in workers.values():
             worker.close()
-        rows += measure_first_tokens(paths, checkpoint, max(1, repetitions // 2), arguments.threads)
+        starts = max(1, repetitions // 2)  # they vary less, and take seconds
+        rows += measure_first_tokens(paths, checkpoint, arguments.quick, starts, arguments.threads)
 
     title = f"{name_of(arguments)}, float32, milliseconds"
     report(title, rows, arguments, notes)
