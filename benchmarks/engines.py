@@ -274,7 +274,9 @@ class CTranslate2:
 class LlamaCpp:
     """The C interface, as ctypes has it: a batch of (token, position, row), and the logits of those that ask for them.
 
-    The default context would keep keys and values in float16; here they are float32, as in the others.
+    The default context would keep keys and values in float16; here they are float32, as in the others. It is the only
+    engine that still rounds to less on the way, in its table of GELU and in its attention: logits of the bundled model
+    differ from minigen's by 1.2e-3, the others' by 1e-5.
     """
 
     def __init__(self, path, threads):

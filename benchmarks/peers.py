@@ -26,10 +26,10 @@ from benchmarks.harness import checkpoint_of, config_of, measure, name_of, parse
 from minigen import Tokenizer
 
 TEXT = "Once upon a time, there was a"
-# Each engine has a process of its own, because their thread pools disturb each other: a pool's threads go on spinning
-# after their work is done, for up to 0.2 s by default, and keep the cores from whoever is next. So each call
-# is made when the one before it has been over for this long.
-PAUSE = 0.25
+# Each engine has a process of its own, and so a thread pool with its own settings, and a call is made only when the one
+# before it has been over for so many seconds: OpenBLAS's threads go on spinning after their work is done, for 0.12 s
+# as measured on two cores, and would keep a core from whoever is next. Those of the others rest within 0.01 s.
+PAUSE = 0.2
 
 
 def rested(pause, worker, method, *arguments):
