@@ -261,13 +261,12 @@ def _read_values(stored, start=0, count=None):
     return raw.astype(np.float32, copy=False)
 
 
-def _holds(stored, array, piece=2**20):
-    """Whether a stored tensor has an array's shape and values; read piece by piece, to hold no second copy of it."""
-    if stored.shape != array.shape or stored.dtype not in DTYPES:
+def _same_values(a, b, piece=2**20):
+    """Whether two stored tensors have the same shape and values; read piece by piece, to hold neither of them whole."""
+    if a.shape != b.shape or a.dtype not in DTYPES:
         return False
-    values = array.reshape(-1)
-    pieces = ((start, min(piece, len(values) - start)) for start in range(0, len(values), piece))
-    return all(np.array_equal(_read_values(stored, at, n), values[at : at + n]) for at, n in pieces)
+    pieces = ((start, min(piece, a.size - start)) for start in range(0, a.size, piece))
+    return all(np.array_equal(_read_values(a, at, n), _read_values(b, at, n)) for at, n in pieces)
 
 
 def _listed(names, most=6):
@@ -275,10 +274,10 @@ def _listed(names, most=6):
 
 
 def read_tensors(folder, config):
-    """All parameters of a checkpoint, as float32 arrays by name, in the shapes the configuration asks for.
+    """All parameters of a checkpoint: pairs of name and float32 array, in the shapes the configuration asks for.
 
-    Names may carry the prefix `transformer.`, as most fine-tunes' do. Peak memory is that of the result plus, for
-    files in half precision, half of the largest tensor.
+    Everything is checked before this returns, but each tensor is read only when its pair is asked for, so that `GPT2`
+    can lay it out and drop it before the next. Names may carry the prefix `transformer.`, as most fine-tunes' do.
 
     Raises OSError where files are missing. Raises ValueError, naming the tensors, where one is missing, left over,
     there twice, or of another shape or dtype. Warns of other models' heads and of an output head that a tied
@@ -318,13 +317,12 @@ def read_tensors(folder, config):
                 f"{folder}: {name} is stored as {tensors[name].dtype}; only {', '.join(DTYPES)} can be read"
             )
 
-    # Largest first: the half-precision bytes of a tensor live only until it is widened, and so never on top of all.
-    largest_first = sorted(shapes, key=lambda name: -tensors[name].size)
-    params = {name: _read_values(tensors[name]).reshape(shapes[name]) for name in largest_first}
-    if head is not None and not _holds(head, params["wte.weight"]):
+    if head is not None and not _same_values(head, tensors["wte.weight"]):
         warnings.warn(
             f"{folder}: lm_head.weight differs from wte.weight, but config.json ties the two: wte.weight is used "
             "(set tie_word_embeddings to false to use the file's head)",
             stacklevel=2,
         )
-    return params
+    # Largest first: what is held beside a tensor while it is read and laid out is then never on top of all the others.
+    largest_first = sorted(shapes, key=lambda name: -tensors[name].size)
+    return ((name, _read_values(tensors[name]).reshape(shapes[name])) for name in largest_first)

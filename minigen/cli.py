@@ -6,6 +6,7 @@ python -m minigen "Once upon a time" --temperature 0.8 --seed 1
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -269,7 +270,7 @@ def _header(name, folder, model, draft_name, options):
     always = ["max_tokens"] if options.get("num_beams", 1) > 1 else ["temperature", "top_p", "max_tokens"]
     settings = {option: DEFAULTS[option] for option in always} | options
     shown = " ".join(f"{option} {value!r}" for option, value in settings.items() if value != {})
-    n_parameters = sum(p.size for p in model.params.values())
+    n_parameters = sum(map(math.prod, model.config.parameter_shapes().values()))
     drafts = f" · drafts by {draft_name}" if draft_name else ""
     return (
         f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "

@@ -11,13 +11,14 @@ Multitask Learners": learned positions, layer norm before each half of a block, 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from minigen.cache import KVCache
 from minigen.checks import is_int, is_number, require
-from minigen.ops import ACTIVATIONS, layer_norm, linear, softmax
+from minigen.ops import ACTIVATIONS, attention, elementwise, embed, lay_out, layer_norm, linear
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,19 @@ class GPT2:
 
     def __init__(self, config, params):
         self.config = config
-        self.params = params
+        self.params = {}
+        for name, value in params.items() if isinstance(params, Mapping) else params:
+            if name in ("wte.weight", "lm_head.weight"):
+                value = lay_out(value.T)  # [V, E] -> [E, V], as the head uses it; `embed` picks its columns
+            elif value.ndim == 2 and name != "wpe.weight":
+                value = lay_out(value)
+            self.params[name] = value
         self.activation = ACTIVATIONS[config.activation_function]
         # The head that turns the last layer into logits is the input embedding itself, unless the config unties them.
-        self.head = params["wte.weight" if config.tie_word_embeddings else "lm_head.weight"].T  # [V, E] -> [E, V]
+        self.head = self.params["wte.weight" if config.tie_word_embeddings else "lm_head.weight"]
         # blocks[0]["attn.c_attn.weight"] is params["h.0.attn.c_attn.weight"].
         self.blocks = [
-            {name.removeprefix(f"h.{layer}."): p for name, p in params.items() if name.startswith(f"h.{layer}.")}
+            {name.removeprefix(f"h.{layer}."): p for name, p in self.params.items() if name.startswith(f"h.{layer}.")}
             for layer in range(config.n_layer)
         ]
 
@@ -146,23 +153,21 @@ class GPT2:
         return np.float32(scale / (layer + 1) if self.config.scale_attn_by_inverse_layer_idx else scale)
 
     def _attention(self, x, block, layer, cache, plan):
-        """softmax(q @ k.T * scale) @ v for each head (Vaswani et al. 2017), between two linear layers."""
+        """Every token gathers from those it may see, between two linear layers."""
         B, T, E = x.shape
         H, D = self.config.n_head, self.config.d_head
         qkv = linear(x, block["attn.c_attn.weight"], block["attn.c_attn.bias"])  # [B, T, E] -> [B, T, 3 * E]
         q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)  # [B, T, 3 * E] -> 3 x [B, H, T, D]
         keys, values = cache.store(layer, plan, k, v)  # [B, H, T, D] -> [B, H, S, D]
 
-        scores = (q * self._attention_scale(layer)) @ keys.swapaxes(2, 3)  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
-        if plan.mask is not None:
-            scores = np.where(plan.mask, scores, np.float32(-np.inf))
-        heads = softmax(scores) @ values  # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D]
-        merged = heads.transpose(0, 2, 1, 3).reshape(B, T, E)  # [B, H, T, D] -> [B, T, E]
+        heads = attention(q, keys, values, self._attention_scale(layer), plan.mask)  # [B, H, T, D] -> [B, T, H, D]
+        merged = heads.reshape(B, T, E)  # [B, T, H, D] -> [B, T, E]
         return linear(merged, block["attn.c_proj.weight"], block["attn.c_proj.bias"])
 
     def _mlp(self, x, block):
         hidden = linear(x, block["mlp.c_fc.weight"], block["mlp.c_fc.bias"])  # [B, T, E] -> [B, T, n_inner]
-        return linear(self.activation(hidden), block["mlp.c_proj.weight"], block["mlp.c_proj.bias"])  # -> [B, T, E]
+        hidden = elementwise(self.activation, hidden)
+        return linear(hidden, block["mlp.c_proj.weight"], block["mlp.c_proj.bias"])  # [B, T, n_inner] -> [B, T, E]
 
     def _check_ids(self, ids):
         if ids.size == 0 or ids.ndim != 2 or ids.dtype.kind not in "iu":
@@ -208,7 +213,7 @@ class GPT2:
         plan = cache.extend(positions)
 
         # [B, T] -> [B, T, E]
-        x = self.params["wte.weight"][ids] + self.params["wpe.weight"][np.maximum(positions, 0)]
+        x = embed(ids, self.params["wte.weight"]) + self.params["wpe.weight"][np.maximum(positions, 0)]
         for layer, block in enumerate(self.blocks):
             x += self._attention(self._norm(x, block, "ln_1"), block, layer, cache, plan)
             x += self._mlp(self._norm(x, block, "ln_2"), block)

@@ -1,13 +1,28 @@
-"""The arithmetic of a GPT-2 layer: activations, softmax, layer norm, linear.
+"""The arithmetic of a GPT-2 layer: activations, softmax, layer norm, attention, linear.
 
 Every function takes and returns float32 arrays of any leading shape and works on the last axis. None of them knows
 what a token, a cache or a checkpoint is.
 """
 
+import math
+import os
+import time
+from functools import cache, partial
+from typing import NamedTuple
+
 import numpy as np
 
-# From this many rows on, one matrix-matrix product is faster than one matrix-vector product a row; see `linear`.
-GEMM_ROWS = 5
+from minigen.checks import require
+from minigen.threads import THREADS, share
+
+# Values that a core's cache holds several times over. Less work than that is not worth a second thread.
+PIECE = 2**16
+# Keys that attention multiplies at a time.
+KEYS = 64
+# OpenBLAS does not pack a product of no more than so many multiplications; see `linear`.
+SMALL_PRODUCT = 1_000_000
+# From so many rows on, packing pays; see `linear`.
+MANY_ROWS = 32
 
 
 def relu(x):
@@ -86,31 +101,182 @@ def layer_norm(x, weight, bias, eps):
 
     x: [..., E], weight and bias: [E]; `eps` is config.json's `layer_norm_epsilon`.
     """
-    x = x - x.mean(axis=-1, keepdims=True)
-    variance = np.square(x).mean(axis=-1, keepdims=True)
+    # Sums, because ndarray.mean takes longer to start than to add up the values of one token.
+    E = np.float32(x.shape[-1])
+    x = x - x.sum(axis=-1, keepdims=True) / E
+    variance = (x * x).sum(axis=-1, keepdims=True) / E
     x /= np.sqrt(variance + np.float32(eps))
     x *= weight
     x += bias
     return x
 
 
+def elementwise(function, x):
+    """function(x) for a function of single values; a large x is overwritten, in pieces that a core's cache holds."""
+    if x.size <= PIECE:
+        return function(x)
+    values = x.reshape(-1)
+    for start in range(0, x.size, PIECE):
+        piece = values[start : start + PIECE]
+        piece[:] = function(piece)
+    return values.reshape(x.shape)
+
+
+def _scores(q, keys):
+    """q: [B, H, T, D], keys: [B, H, S, D] -> q @ k.T, [B, H, T, S], in products that are not packed: see `linear`."""
+    B, H, T, D = q.shape
+    S = keys.shape[2]
+    cut = S - S % KEYS
+    scores = np.empty((B, H, T, S), np.float32)
+    blocks = keys[:, :, :cut].reshape(B, H, -1, KEYS, D)  # [B, H, S, D] -> [B, H, n_blocks, KEYS, D]
+    by_block = scores[..., :cut].reshape(B, H, T, -1, KEYS).swapaxes(2, 3)  # -> [B, H, n_blocks, T, KEYS]
+    np.matmul(q[:, :, None], blocks.swapaxes(3, 4), out=by_block)
+    np.matmul(q, keys[:, :, cut:].swapaxes(2, 3), out=scores[..., cut:])
+    return scores
+
+
+def attention(q, keys, values, scale, mask=None):
+    """softmax(q @ k.T * scale) @ v for each head (Vaswani et al. 2017, section 3.2).
+
+    q: [B, H, T, D], keys and values: [B, H, S, D] -> [B, T, H, D]. mask: bool [B, 1, T, S], True where a query may
+    look, which must be somewhere; None where all may look everywhere.
+    """
+    B, H, T, D = q.shape
+    S = keys.shape[2]
+    if T == 1:
+        q = q.repeat(2, axis=2)  # a single query would go to gemv, for which BLAS wakes its own threads: see `linear`
+    heads = np.empty((B, q.shape[2], H, D), np.float32)
+
+    def attend(span, chunk):
+        """For a span of heads and a chunk of queries."""
+        seen = None if mask is None else mask[:, :, chunk]
+        # What lies beyond `used` is in the future of all these queries.
+        used = S if mask is None else np.flatnonzero(seen.any(axis=(0, 1, 2)))[-1] + 1
+        scores = _scores(q[:, span, chunk] * scale, keys[:, span, :used])
+        if mask is not None:
+            scores = np.where(seen[..., :used], scores, np.float32(-np.inf))
+        # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D], which is written as [B, T, H, D]
+        np.matmul(softmax(scores), values[:, span, :used], out=heads.swapaxes(1, 2)[:, span, chunk])
+
+    # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
+    queries = max(2, min(16, SMALL_PRODUCT // (D * S)))
+    if T <= queries and keys.size > 4 * PIECE:
+        spans = [slice(H * i // THREADS, H * (i + 1) // THREADS) for i in range(THREADS)]
+        share(lambda i: attend(spans[i], slice(None)), THREADS)
+    else:
+        # A long prompt's linear layers have just woken BLAS's threads, which are still spinning on the other cores.
+        for start in range(0, T, queries):
+            attend(slice(None), slice(start, start + queries))
+    return heads[:, :T]
+
+
+# ---------------------------------------------------------------------------------------- linear layers
+
+
+class Weight(NamedTuple):
+    """A matrix [n_in, n_out] as `lay_out` stores it for `linear`."""
+
+    n_out: int
+    blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one filled up with zeros; None in order "plain"
+    whole: np.ndarray | None  # [n_in, n_out], a view of the same memory; None in order "columns"
+
+
+def _cut(weight, order):
+    """Copy a matrix into blocks. Through memory runs, in order "rows", each column of a block, else each row."""
+    n_in, n_out = weight.shape
+    width = next((width for width in (64, 32) if width * n_in * 8 <= SMALL_PRODUCT), 16)
+    n_blocks = -(-n_out // width)
+    if order == "rows":
+        rows = np.empty((n_blocks * width, n_in), np.float32)  # what other libraries store as [out, in]
+        blocks = rows.reshape(n_blocks, width, n_in).swapaxes(1, 2)  # [n_out, n_in] -> [n_blocks, n_in, width]
+        whole = rows[:n_out].T
+    else:
+        blocks = np.empty((n_blocks, n_in, width), np.float32)
+        whole = None
+
+    def fill(i):
+        columns = weight[:, i * width : (i + 1) * width]
+        blocks[i, :, : columns.shape[1]] = columns
+        blocks[i, :, columns.shape[1] :] = 0
+
+    share(fill, n_blocks)
+    return Weight(n_out, blocks, whole)
+
+
+def _by_blocks(x, blocks):
+    """x: [rows, n_in], blocks: [n_blocks, n_in, width] -> [rows, n_blocks * width], in products that are not packed."""
+    n_blocks, n_in, width = blocks.shape
+    n_chunks = -(-len(x) // min(16, SMALL_PRODUCT // (n_in * width)))
+    chunk = max(-(-len(x) // n_chunks), 2)  # a single row would go to gemv, for which BLAS wakes its own threads
+    chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
+    chunks[: len(x)] = x
+    chunks = chunks.reshape(n_chunks, chunk, n_in)
+    y = np.empty((n_chunks, chunk, n_blocks, width), np.float32)
+    by_block = y.transpose(2, 0, 1, 3)  # [n_chunks, chunk, n_blocks, width] -> [n_blocks, n_chunks, chunk, width]
+    # One span a thread: each hand-over of Python's lock from thread to thread costs 40 microseconds.
+    n_spans = min(THREADS, n_blocks) if blocks.size > PIECE else 1
+
+    def multiply(i):
+        span = slice(n_blocks * i // n_spans, n_blocks * (i + 1) // n_spans)
+        # NumPy takes all chunks of a block before the next block, which is so read from memory once.
+        np.matmul(chunks, blocks[span, None], out=by_block[span])
+
+    share(multiply, n_spans)
+    return y.reshape(n_chunks * chunk, n_blocks * width)[: len(x)]
+
+
+@cache
+def _order():
+    """How matrices are stored on this machine: "rows", "columns" or "plain"; MINIGEN_LINEAR, or else measured once."""
+    asked = os.environ.get("MINIGEN_LINEAR", "")
+    allowed = "plain (one call of BLAS), rows or columns (blocks, stored so), or blocks (the faster of these two)"
+    require(asked in ("", "plain", "rows", "columns", "blocks"), "MINIGEN_LINEAR", asked, allowed)
+    if asked in ("plain", "rows", "columns"):
+        return asked
+    weight = np.full((1024, 4096), 0.5, np.float32)  # 16 MB, more than a core's own cache
+    x = np.ones((4, 1024), np.float32)
+    cut = {order: _cut(weight, order).blocks for order in ("rows", "columns")}
+    calls = {order: partial(_by_blocks, x, blocks) for order, blocks in cut.items()}
+    calls["plain"] = partial(np.matmul, x, weight)
+    seconds = dict.fromkeys(calls, math.inf)
+    for _ in range(5):
+        for order, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[order] = min(seconds[order], time.perf_counter() - start)
+    # By a tenth at least, so that a tie always falls the same way: another order adds up in another order.
+    best = "columns" if seconds["columns"] < 0.9 * seconds["rows"] else "rows"
+    return "plain" if seconds["plain"] < 0.9 * seconds[best] and asked != "blocks" else best
+
+
+def lay_out(weight, order=None):
+    """Store a matrix [n_in, n_out], whatever its order in memory, as a `Weight`; a copy, but for order "plain".
+
+    order: "rows", "columns" or "plain"; None for the fastest here, which the first call finds out in 0.1 s. Raises
+    ValueError where the environment variable MINIGEN_LINEAR holds anything else.
+    """
+    order = order or _order()
+    return Weight(weight.shape[1], None, weight) if order == "plain" else _cut(weight, order)
+
+
 def linear(x, weight, bias=None):
     """x @ weight + bias.
 
-    x: [..., n_in], weight: [n_in, n_out], bias: [n_out] or None -> [..., n_out]. GPT-2's files store their weights in
-    this orientation.
-
-    One row is a matrix-vector product, which BLAS streams through the weight at the memory's speed. From two rows on
-    BLAS packs (copies) the whole weight first, which costs about three or four such products: up to four rows are
-    therefore run as single ones, which is quicker for two and three, about even for four, and gives each row the very
-    bits it gets alone. Measured at 768 x 50,257 with two threads of OpenBLAS 0.3.31, milliseconds as single products
-    and as one: 1 row 7.5; 2 rows 14.4 and 30.1; 3 rows 22.8 and 30.2; 4 rows 30.2 and 32.2; 8 rows 62.3 and 31.3.
+    x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out].
     """
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
-    if len(rows) < GEMM_ROWS:
-        y = (rows[:, None] @ weight)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, n_out]
+    if weight.blocks is None or (weight.whole is not None and len(rows) >= MANY_ROWS):
+        y = rows @ weight.whole
     else:
-        y = rows @ weight
+        y = _by_blocks(rows, weight.blocks)[:, : weight.n_out]
     if bias is not None:
         y += bias
-    return y.reshape(*x.shape[:-1], weight.shape[-1])  # [rows, n_out] -> [..., n_out]
+    return y.reshape(*x.shape[:-1], weight.n_out)  # [rows, n_out] -> [..., n_out]
+
+
+def embed(ids, weight):
+    """The columns of a `Weight` [n_embd, V] that belong to token ids. ids: int [B, T] -> [B, T, n_embd]."""
+    if weight.whole is not None:
+        return weight.whole.T[ids]
+    width = weight.blocks.shape[2]
+    return weight.blocks[ids // width, :, ids % width]

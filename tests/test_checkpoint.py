@@ -23,6 +23,7 @@ from tests.golden.make_logits import stored_params
 from tests.reference import reference_logits
 from tests.tiny import (
     BYTE_OF_ID,
+    as_stored,
     bfloat16_bits,
     parameter_shapes,
     rounded,
@@ -61,10 +62,11 @@ def logits(model):
 
 def assert_equals_reference(model, config, params):
     """The model's parameters are these values, bit by bit, and its logits the reference's."""
-    assert set(model.params) == set(parameter_shapes(config))
+    found = as_stored(model)
+    assert set(found) == set(parameter_shapes(config))
     for name, value in params.items():
-        assert model.params[name].dtype == np.float32, name
-        np.testing.assert_array_equal(model.params[name], value, err_msg=name)
+        assert found[name].dtype == np.float32, name
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
     found, expected = logits(model), reference_logits(config, params, IDS)
     assert found.dtype == np.float32
     assert found.shape == expected.shape
@@ -173,7 +175,7 @@ def test_a_tied_head_is_the_embedding_itself_and_no_copy(plain):
     folder, config, params = plain
     assert "tie_word_embeddings" not in config
     model = read_in_silence(folder)
-    assert np.shares_memory(model.head, model.params["wte.weight"])
+    assert model.head is model.params["wte.weight"]
     assert_equals_reference(model, config, params)
 
 
@@ -200,7 +202,7 @@ def test_a_needless_copy_of_a_tied_head_is_taken_in_silence(tmp_path, plain, tie
     folder, _, params = plain
     copied = write_checkpoint(tmp_path, tiny_config(**tie), params | {"lm_head.weight": params["wte.weight"]})
     model = read_in_silence(copied)
-    assert np.shares_memory(model.head, model.params["wte.weight"])
+    assert model.head is model.params["wte.weight"]
     assert "lm_head.weight" not in model.params
     assert_same_logits(copied, folder)
 
@@ -367,7 +369,7 @@ def test_bfloat16_is_the_upper_half_of_a_float32(tmp_path, plain):
     data = path.read_bytes()
     assert data.count(words) == 1
     path.write_bytes(data.replace(words, known + words[len(known) :]))
-    found = read(folder).params["wte.weight"][0]
+    found = as_stored(read(folder))["wte.weight"][0]
     assert found.tolist() == [1.0, -2.0, 0.10009765625, np.inf, -np.inf, 2.0**-133, (2 - 2**-7) * 2.0**127, 0.0]
     assert np.signbit(found[7])
 
@@ -411,7 +413,7 @@ def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path)
     assert scores[np.tril_indices(12)].min() < -2e4
 
     model = read(write_checkpoint(tmp_path, config, params, dtype="F16"))
-    assert {value.dtype for value in model.params.values()} == {np.dtype(np.float32)}
+    assert {value.dtype for value in as_stored(model).values()} == {np.dtype(np.float32)}
     found = logits(model)
     assert found.dtype == np.float32
     assert np.isfinite(found).all()
@@ -1003,9 +1005,10 @@ def test_a_bundled_model_is_loaded_by_name(name, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         model, tokenizer = minigen.load(name)
     params = stored_params(WEIGHTS / name)
-    assert model.params.keys() == params.keys()
+    found = as_stored(model)
+    assert found.keys() == params.keys()
     for key, value in params.items():
-        np.testing.assert_array_equal(model.params[key], value)
+        np.testing.assert_array_equal(found[key], value)
     text = "Once upon a time, a naïve king —\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     config = json.loads((WEIGHTS / name / "config.json").read_text())
@@ -1372,8 +1375,8 @@ def model_or_refusal(folder):
             model = read(folder)
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             shapes = parameter_shapes(config)
-            assert {name: value.shape for name, value in model.params.items()} == shapes
-            assert {value.dtype for value in model.params.values()} == {np.dtype(np.float32)}
+            assert {name: value.shape for name, value in as_stored(model).items()} == shapes
+            assert {value.dtype for value in as_stored(model).values()} == {np.dtype(np.float32)}
             assert model.forward([[0]]).shape == (1, model.config.vocab_size)
     except (ValueError, OSError) as error:
         assert str(error)

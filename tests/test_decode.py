@@ -24,7 +24,7 @@ from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
 from minigen.decode import WINDOW_SLACK
 from tests.golden.make_logits import stored_params
 from tests.reference import reference_logits
-from tests.tiny import BYTE_OF_ID, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.tiny import BYTE_OF_ID, as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
 VOCAB, EOS = 257, 256  # the byte vocabulary of tests.tiny: 256 bytes and end-of-text
@@ -1071,7 +1071,7 @@ def test_arguments_are_not_changed(tok):
     bias, stops, prompts = {"a": 1.0}, ["zz"], [[1, 2], [3]]
     generate(t.model, tok, prompts, logit_bias=bias, stop=stops, max_tokens=5)
     assert (bias, stops, prompts) == ({"a": 1.0}, ["zz"], [[1, 2], [3]])
-    assert all(np.array_equal(t.params[name], p) for name, p in t.model.params.items())
+    assert all(np.array_equal(t.params[name], p) for name, p in as_stored(t.model).items())
 
 
 @pytest.mark.parametrize(

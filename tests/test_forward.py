@@ -10,7 +10,7 @@ import pytest
 
 from minigen.cache import KVCache
 from minigen.model import GPT2, GPT2Config
-from minigen.ops import ACTIVATIONS, layer_norm, linear, softmax
+from minigen.ops import ACTIVATIONS, embed, lay_out, layer_norm, linear, softmax
 from tests import reference, tiny
 from tests.golden.make_logits import N_GREEDY, N_PROMPT, N_START, fingerprint, stored_params
 from tests.reference import reference_logits
@@ -186,21 +186,40 @@ def test_layer_norm_is_its_formula_and_uses_its_epsilon():
     np.testing.assert_array_equal(x, before)
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(24, 24), (96, 257), (257, 96), (64, 1000)])
-def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out):
+ORDERS = ("plain", "rows", "columns")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("n_in", "n_out"), [(8, 1), (24, 24), (96, 257), (257, 96), (64, 1000), (4096, 33), (7000, 50)]
+)
+def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, order):
     rng = np.random.default_rng(0)
-    weight = rng.standard_normal((n_in, n_out)).astype(np.float32)
-    tied = np.ascontiguousarray(weight.T).T  # as the head lies in memory: [V, E] seen as [E, V]
+    matrix = rng.standard_normal((n_in, n_out)).astype(np.float32)
+    tied = np.ascontiguousarray(matrix.T).T  # as the head lies in memory: [V, E] seen as [E, V]
     bias = rng.standard_normal(n_out).astype(np.float32)
-    for n_rows in [*range(1, 20), 31, 32, 33, 64, 100]:
+    weights = [lay_out(matrix, order), lay_out(tied, order)]
+    tolerance = 2e-6 * n_in**0.5 * 24
+    for n_rows in [*range(1, 20), 31, 32, 33, 47, 64, 100]:
         x = rng.standard_normal((n_rows, n_in)).astype(np.float32)
-        product = x.astype(float) @ weight.astype(float)
-        assert_close(linear(x, weight, bias), product + bias, 2e-4)
-        assert_close(linear(x, weight, None), product, 2e-4)
-        assert_close(linear(x, tied, None), product, 2e-4)
+        product = x.astype(float) @ matrix.astype(float)
+        for weight in weights:
+            before = x.copy()
+            assert_close(linear(x, weight, bias), product + bias, tolerance)
+            assert_close(linear(x, weight), product, tolerance)
+            np.testing.assert_array_equal(x, before)
     x = rng.standard_normal((3, 2, n_in)).astype(np.float32)
-    assert_close(linear(x, weight, bias), x.astype(float) @ weight.astype(float) + bias, 2e-4)
-    assert_close(linear(x[:, -1], weight, bias), x[:, -1].astype(float) @ weight.astype(float) + bias, 2e-4)
+    expected = x.astype(float) @ matrix.astype(float) + bias
+    assert_close(linear(x, weights[0], bias), expected, tolerance)
+    assert_close(linear(x[:, -1], weights[0], bias), expected[:, -1], tolerance)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_embed_picks_the_columns_of_a_laid_out_matrix(order):
+    wte = np.random.default_rng(0).standard_normal((257, 24)).astype(np.float32)
+    weight = lay_out(wte.T, order)
+    ids = np.array([[0, 1, 31, 32], [63, 64, 255, 256]])
+    np.testing.assert_array_equal(embed(ids, weight), wte[ids])
 
 
 def test_parameter_names_and_shapes_are_the_checkpoints():

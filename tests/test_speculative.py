@@ -37,7 +37,7 @@ from minigen.sampler import History, SamplingConfig, draw, probs
 from minigen.speculative import DraftLength, ModelDrafter, NgramDrafter, SpeculationConfig, speculate, verify
 from minigen.tokenizer import Tokenizer
 from tests.reference import reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab
+from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
 P_FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a test that passes once always does
@@ -1141,7 +1141,7 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     model, letters = tiny_model(8, n_positions=40), Letters(61)
     short = GPT2(
         GPT2Config.from_dict(tiny_config(vocab_size=61, n_positions=16)),
-        {**model.params, "wpe.weight": model.params["wpe.weight"][:16]},
+        {**as_stored(model), "wpe.weight": model.params["wpe.weight"][:16]},
     )
     steps = list(stream(model, letters, [[1, 2, 3]], draft_model=(short, letters), temperature=0, max_tokens=30))
     # The context grows from 3 by 5 to 8 and 13; then 4 more can be drafted (positions up to 15), and none after.

@@ -80,6 +80,17 @@ def tiny_params(config: dict, seed: int = 0, std: float = 0.5) -> dict[str, np.n
     return random_params(config, seed, std)
 
 
+def as_stored(model) -> dict[str, np.ndarray]:
+    """A GPT2's parameters in the shapes of a checkpoint's file, put together again from the blocks of `lay_out`."""
+    params = {}
+    for name, value in model.params.items():
+        if not isinstance(value, np.ndarray):
+            value = value.whole if value.blocks is None else np.concatenate(list(value.blocks), 1)[:, : value.n_out]
+            value = value.T if name in ("wte.weight", "lm_head.weight") else value
+        params[name] = value
+    return params
+
+
 # ---- checkpoint folders ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,69 @@
+"""Worker threads that share the pieces of one computation with the thread that asks for it."""
+
+import os
+import threading
+from collections import deque
+from queue import SimpleQueue
+
+
+def _number_of_threads():
+    """What the user allows BLAS, or the cores this process may use."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        if os.environ.get(name, "").isdigit() and int(os.environ[name]) > 0:
+            return int(os.environ[name])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Reading weights is bound by the memory, which a few cores keep busy; more would only wait for each other.
+THREADS = min(_number_of_threads(), 8)
+_jobs = None  # the queue that the workers wait at; None until it is needed, and again in a forked child
+
+
+def _forget_workers():
+    """A forked child has this module's variables but none of its threads."""
+    global _jobs
+    _jobs = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_workers)
+
+
+def _serve(jobs):
+    while True:
+        jobs.get()()
+
+
+def share(task, n):
+    """Run task(0), ..., task(n - 1), each once, on as many threads as there are; back when all are done.
+
+    It pays where the tasks spend their time in NumPy functions that release Python's lock, as np.matmul does. The
+    calling thread takes pieces itself and waits only for those that a worker has begun: if the other cores are busy
+    with something else, it simply does more. Any number of threads may call this at once. Raises what a task raised.
+    """
+    global _jobs
+    pieces, finished = deque(range(n)), SimpleQueue()
+
+    def work():
+        while True:
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                return
+            try:
+                task(piece)
+                finished.put(None)
+            except BaseException as error:
+                finished.put(error)
+
+    helpers = min(THREADS, n) - 1
+    if helpers > 0 and _jobs is None:
+        _jobs = SimpleQueue()
+        for _ in range(THREADS - 1):
+            threading.Thread(target=_serve, args=(_jobs,), name="minigen", daemon=True).start()
+    for _ in range(helpers):
+        _jobs.put(work)
+    work()
+    for error in [finished.get() for _ in range(n)]:
+        if error is not None:
+            raise error
