@@ -33,9 +33,9 @@ from safetensors.numpy import save as to_safetensors
 FORMAT, VERSION = "minigen prompt cache", "1"
 # The config's fields on which no key or value depends.
 WITHOUT_EFFECT = {"bos_token_id", "eos_token_id", "reorder_and_upcast_attn"}
-# How far a recomputed key or value may be from the saved one, as a part of the layer's largest: float32 sums in another
-# order differ by some 1e-6, other weights by far more.
-TOLERANCE = 1e-3
+# How far a recomputed key or value may be from the saved one, as a part of the layer's largest: sums in another order
+# differ by some 1e-6 in float32, other weights by 1e-2 and more.
+TOLERANCE = 1e-4
 
 
 class Restored(NamedTuple):
