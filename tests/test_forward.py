@@ -1204,7 +1204,7 @@ class KeysAndValues(CacheMachine):
     def extend(self, counts, width):
         new = [[0] * (width - count) + list(range(self.n_tokens + 1, self.n_tokens + 1 + count)) for count in counts]
         # Rows that are the same may stay so, and have a prompt to share; otherwise the row can be seen in a token.
-        alike = self.rows.same() and self.n_tokens % 3 == 0
+        alike = self.rows.same() and self.n_tokens % 2 == 0
         new = np.array(new) * 10 + (0 if alike else np.arange(len(counts))[:, None])
         self.n_tokens += width
         columns = np.arange(width) - (width - np.array(counts))[:, None]

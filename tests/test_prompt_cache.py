@@ -631,17 +631,21 @@ def test_the_bytes_are_on_disk_before_the_file_has_its_name(tok, file, monkeypat
     calls, names = [], []
     fsync, replace = os.fsync, os.replace
 
+    def watched_fsync(fd):
+        calls.append(("fsync", os.fstat(fd).st_size))
+        fsync(fd)
+
     def watched_replace(source, target):
-        calls.append("replace")
+        calls.append(("replace", os.stat(source).st_size))
         names.append(Path(source))
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
     t = tiny()
-    for ids in (FIRST, SECOND["extended"][0], SECOND["nothing shared"][0]):
-        saved(t, tok, file, ids)
-    assert calls == ["fsync", "replace"] * 3
+    for ids in ([7], FIRST, SECOND["nothing shared"][0]):  # the first is smaller than a buffer
+        size = len(saved(t, tok, file, ids))
+        assert calls[-2:] == [("fsync", size), ("replace", size)]
     assert len(set(names)) == 3 and {name.parent for name in names} == {file.parent}  # no two runs share one
     saved(t, tok, file, SECOND["nothing shared"][0][:-2])
     assert len(calls) == 6  # what holds the whole prompt is not written again
