@@ -130,7 +130,8 @@ def restore(path, model, cache, ids):
     except FileNotFoundError:
         if not os.access(path.parent, os.W_OK):
             raise OSError(
-                f"cannot write the prompt cache {path}: {path.parent} is not a folder that can be written to"
+                f"cannot write the prompt cache {path}: {path.parent} is no folder that can be written to; "
+                "name another file"
             ) from None
         return Restored(0, [])
     except OSError as error:
