@@ -1,5 +1,6 @@
 """The front door: `load`, `generate` and `stream` check what was asked and choose the decoder."""
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -46,11 +47,11 @@ def load(name=None):
 # ---------------------------------------------------------------------------------------- checks
 
 
-def check_options(options, *, drafts=False):
+def check_options(options, *, drafts=False, cached=False):
     """The `Options` that these keywords make; needs no model, and fills in a random seed.
 
-    drafts: whether there is a draft model. Raises TypeError for an unknown name, ValueError for a value out of range
-    and for options that do not go together.
+    drafts, cached: whether there is a draft model, and whether there is a prompt cache. Raises TypeError for an unknown
+    name, ValueError for a value out of range and for options that do not go together.
     """
     for name in options:
         if name not in OPTION_NAMES:
@@ -96,6 +97,10 @@ def check_options(options, *, drafts=False):
     if drafts or lookup:
         require(n == 1, "num_return_sequences", n, "1 with speculation, which runs one text at a time")
         require(checked.decoding.use_cache, "use_cache", False, "True with speculation")
+    if cached:
+        window = checked.decoding.window
+        require(window is None, "window", window, "None with a prompt cache, which keeps the whole prompt")
+        require(checked.decoding.use_cache, "use_cache", False, "True with a prompt cache")
     return checked
 
 
@@ -153,19 +158,24 @@ def _check_token_maps(tokenizer, draft_tokenizer):
 # ---------------------------------------------------------------------------------------- generation
 
 
-def stream(model, tokenizer, prompts, *, draft_model=None, **options):
+def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
-    model with the same vocabulary; it then drafts. options: the fields of `SamplingConfig`, `DecodingConfig`,
-    `BeamConfig` and `SpeculationConfig`; logit_bias may be keyed by the text of a token as well as by id. `Step.row`
-    counts prompt by prompt: row r continues prompts[r // num_return_sequences].
+    model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
+    only: what the prompt has in common with the last one, at its beginning, is not computed again. options: the fields
+    of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may be keyed by the text of
+    a token as well as by id. `Step.row` counts prompt by prompt: row r continues prompts[r // num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
+    The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
+    another model's.
     """
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer, model.config.vocab_size)
-    sampling, decoding, beam, speculation = check_options(options, drafts=draft_model is not None)
+    sampling, decoding, beam, speculation = check_options(
+        options, drafts=draft_model is not None, cached=cache is not None
+    )
     sampling = replace(sampling, eos_ids=model.config.eos_ids)
     if decoding.context_shift:
         # Half the context must be left to drop, or each shift would make room for hardly a token.
@@ -174,6 +184,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, **options):
     prompt_ids = _prompt_ids(model, tokenizer, prompts)
     if not prompt_ids:
         return iter(())
+    if cache is not None:
+        require(isinstance(cache, str | os.PathLike), "cache", cache, "the path of a file, or None")
+        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with a prompt cache")
     n = decoding.num_return_sequences
 
     def rows_of(prompt_indices, stopwatch):
@@ -188,7 +201,7 @@ def stream(model, tokenizer, prompts, *, draft_model=None, **options):
 
     if beam.num_beams > 1:
         return one_by_one(
-            lambda rows, stopwatch: beam_search(model, rows, tokenizer, sampling, decoding, beam, stopwatch)
+            lambda rows, stopwatch: beam_search(model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache)
         )
     if draft_model is not None or speculation.prompt_lookup_num_tokens:
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
@@ -204,16 +217,16 @@ def stream(model, tokenizer, prompts, *, draft_model=None, **options):
             _check_token_maps(tokenizer, draft_tokenizer)
             drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
             k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch)
+        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache)
     stopwatch = Stopwatch()
-    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch)
+    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache)
 
 
-def generate(model, tokenizer, prompts, *, draft_model=None, **options):
+def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
     """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
 
     Arguments and errors are those of `stream`.
     """
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, **options)
+    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, **options)
     finished = [step for step in steps if step.completion]
     return [step.completion for step in sorted(finished, key=lambda step: step.row)]

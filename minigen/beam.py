@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.checks import is_int, is_number, plain_numbers, require
-from minigen.decode import Step, feed, new_cache
+from minigen.decode import Step, feed, new_cache, prefill
 from minigen.sampler import History, log_softmax, process, require_choice
 from minigen.tokenizer import Utf8Stream
 
@@ -87,7 +87,7 @@ def _keep_rows(running):
     return [candidate or homeless.pop(0) for candidate in rows]
 
 
-def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
+def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     budget = min(config.max_tokens, model.config.n_positions - len(prompt) + 1)
     # Each beam has at most one candidate for each end-of-text id; with so many, num_beams others remain to go on with.
@@ -101,7 +101,7 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
 
     beams, sums, finished = [[]], [0.0], []
     cache = new_cache(model, [prompt], config)
-    logits = feed(model, cache, [prompt])
+    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache)
     while True:
         stopwatch.lap(cache)
         candidates = _best_candidates(logits, beams, sums, prompt, sampling, count)
@@ -135,17 +135,17 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch):
         logits = feed(model, cache, [prompt + tokens for tokens in beams])
 
 
-def beam_search(model, rows, tokenizer, sampling, config, beam, stopwatch) -> Iterator[Step]:
+def beam_search(model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None) -> Iterator[Step]:
     """Search for the continuations of one prompt; its rows get the best ones, best first.
 
     rows: `num_return_sequences` rows of the same prompt, at most num_beams. Where fewer different texts exist, the
-    last rows end without a token.
+    last rows end without a token. prompt_cache: see `decode.prefill`.
     """
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
     prompt = list(rows[0].context)  # a copy: the rows grow
-    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch)
+    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache)
     for row, hypothesis in zip(rows, found, strict=False):
         row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
         logits = [None] * len(hypothesis.tokens)

@@ -123,6 +123,15 @@ class KVCache:
         values[plan.target] = v[plan.source]
         return keys[:, :, : plan.used], values[:, :, : plan.used]
 
+    def prefix(self, layer, length):
+        """Views of one layer's keys and values at the first `length` positions: [B, H, length, D] each.
+
+        Raises ValueError where a row does not hold all of these, or no longer does.
+        """
+        if length > self.capacity or (self.slot_pos[:, :length] != np.arange(length)).any():
+            raise ValueError(f"not all rows hold the first {length} positions; they hold {self.length.tolist()} tokens")
+        return self.keys[layer][:, :, :length], self.values[layer][:, :, :length]
+
     def truncate(self, length):
         """Forget every position from `length` on (one int, or one for each row), as if it had never been fed.
 

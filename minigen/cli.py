@@ -145,6 +145,8 @@ def build_parser():
     option(group, "--max-matching-ngram-size", "N", "the longest end of the text to look up in it")
 
     group = parser.add_argument_group("cache and context")
+    cache_help = "keep what the prompt gave in this file; a prompt that begins like the one in it starts sooner"
+    group.add_argument("--prompt-cache", metavar="FILE", help=cache_help)
     option(
         group,
         "--window",
@@ -278,7 +280,7 @@ def _header(name, folder, model, draft_name, options):
     )
 
 
-def _closing_line(completions):
+def _closing_line(completions, prompt_cache):
     """Tokens, speed, memory and reasons of a run, in one line."""
     timings = max((done.timings for done in completions), key=lambda timings: timings.seconds)
     prompt_tokens = sum({done.prompt_index: done.timings.prompt_tokens for done in completions}.values())
@@ -288,6 +290,12 @@ def _closing_line(completions):
     def speed(count, seconds):
         return f"{count} tokens" + (f" in {seconds:.2f} s ({count / seconds:.1f}/s)" if count and seconds else "")
 
+    prompt = speed(prompt_tokens, timings.prompt_seconds)
+    if timings.reused_tokens:  # a speed would be that of no computation
+        prompt = (
+            f"{prompt_tokens} tokens ({timings.reused_tokens} from {prompt_cache}) in {timings.prompt_seconds:.2f} s"
+        )
+
     drafts = ""
     if (stats := completions[0].speculation) and stats.drafted:
         drafts = (
@@ -296,7 +304,7 @@ def _closing_line(completions):
             f"{stats.target_seconds:.2f} s checking"
         )
     return (
-        f"prompt {speed(prompt_tokens, timings.prompt_seconds)} · generated {speed(tokens, timings.seconds)} · "
+        f"prompt {prompt} · generated {speed(tokens, timings.seconds)} · "
         f"K/V cache {timings.cache_bytes / 2**20:.1f} MiB{drafts} · finish_reason {', '.join(reasons)}"
     )
 
@@ -310,14 +318,15 @@ def run(args):
     draft_name = args.draft_model or (default_draft(args.model) if args.speculative else None)
     # What needs no model is checked before one is loaded. A bias may name its token by text, which needs the tokenizer.
     without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
-    decoding = check_options(without_bias, drafts=draft_name is not None).decoding
+    cached = args.prompt_cache is not None
+    decoding = check_options(without_bias, drafts=draft_name is not None, cached=cached).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     prompts = read_prompts(args)
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, **options)
+    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
@@ -353,7 +362,7 @@ def run(args):
         for done in completions:
             _note_logprobs(done)
     if not args.quiet:
-        _note(_closing_line(completions))
+        _note(_closing_line(completions, args.prompt_cache))
         if any(done.finish_reason == "context" for done in completions):
             _note(f"the text fills the model's context of {model.config.n_positions} tokens; --context-shift goes on")
     return 0

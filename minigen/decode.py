@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.checks import is_int, plain_numbers, require
+from minigen.prompt_cache import check_last, restore, save
 from minigen.sampler import History, draw, log_softmax, probs
 from minigen.tokenizer import StopMatcher, Utf8Stream
 
@@ -70,7 +71,8 @@ class Timings(NamedTuple):
     """What a run cost. Seconds are those of the batch the row ran in."""
 
     prompt_tokens: int
-    prompt_seconds: float  # from the start to the first logits
+    reused_tokens: int  # those of the prompt whose keys and values came from a prompt cache
+    prompt_seconds: float  # from the start to the first logits, reading and writing a prompt cache included
     tokens: int
     seconds: float  # from the first logits to the row's last token
     cache_bytes: int
@@ -126,6 +128,7 @@ class Stopwatch:
         self.start = time.perf_counter()
         self.first_logits = None
         self.cache_bytes = 0
+        self.reused_tokens = 0
 
     def lap(self, cache):
         """After a forward pass: only the first one sets the time, the largest cache sets the bytes."""
@@ -135,7 +138,8 @@ class Stopwatch:
     def timings(self, n_prompt, n_tokens):
         now = time.perf_counter()
         first_logits = self.first_logits or now
-        return Timings(n_prompt, first_logits - self.start, n_tokens, now - first_logits, self.cache_bytes)
+        prompt_seconds, seconds = first_logits - self.start, now - first_logits
+        return Timings(n_prompt, self.reused_tokens, prompt_seconds, n_tokens, seconds, self.cache_bytes)
 
 
 class Row:
@@ -266,10 +270,28 @@ def feed(model, cache, contexts):
     return logits
 
 
-def decode(model, rows, sampling, config, stopwatch) -> Iterator[Step]:
+def prefill(model, cache, prompts, stopwatch, prompt_cache=None):
+    """`feed` for the prompts of a run. With a prompt cache, a path, what its file knows of the one prompt is not run.
+
+    Afterwards the file begins with the whole prompt. Returns the logits after the last ids, [B, V]. Raises OSError and
+    ValueError where the file cannot be used.
+    """
+    if prompt_cache is None:
+        return feed(model, cache, prompts)
+    (ids,) = prompts
+    restored = restore(prompt_cache, model, cache, ids)
+    stopwatch.reused_tokens = int(cache.length[0])
+    logits = feed(model, cache, prompts)
+    check_last(prompt_cache, cache, restored)
+    if restored.known < len(ids):
+        save(prompt_cache, model, cache, ids)
+    return logits
+
+
+def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Iterator[Step]:
     """Generate all rows side by side, one token each per forward pass; finished rows leave the batch.
 
-    rows: prompt-major, `num_return_sequences` for each prompt.
+    rows: prompt-major, `num_return_sequences` for each prompt. prompt_cache: see `prefill`.
     """
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
@@ -277,7 +299,7 @@ def decode(model, rows, sampling, config, stopwatch) -> Iterator[Step]:
     # Each prompt is run once; its continuations start from copies of its cache row.
     prompts = rows[:: config.num_return_sequences]
     cache = new_cache(model, [row.context for row in prompts], config)
-    logits = feed(model, cache, [row.context for row in prompts])
+    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache)
     logits = logits.repeat(config.num_return_sequences, axis=0)  # [B / n, V] -> [B, V]
     cache.select(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
     stopwatch.lap(cache)

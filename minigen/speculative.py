@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minigen.checks import is_int, plain_numbers, require
-from minigen.decode import SpeculationStats, Step, feed, new_cache
+from minigen.decode import SpeculationStats, Step, feed, new_cache, prefill
 from minigen.sampler import History, draw, one_hot, probs
 
 
@@ -179,10 +179,11 @@ class DraftLength:
 # ---------------------------------------------------------------------------------------- the loop
 
 
-def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch) -> Iterator[Step]:
+def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None) -> Iterator[Step]:
     """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
 
     Between rounds the target's cache holds all of `row.context` but its last token, and the draft's no more than that.
+    prompt_cache: see `decode.prefill`; it is the target's, and has no use for a context that was shifted.
     """
     if config.max_tokens == 0:
         yield row.end("length")
@@ -192,7 +193,7 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
     cache = new_cache(model, [row.context], config)
     while True:
         if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
-            feed(model, cache, [row.context[:-1]])
+            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache)
             drafter.read(row.context)
         stopwatch.lap(cache)
         # A round may give one token more than it drafts, and must overrun neither budget nor context.

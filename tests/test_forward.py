@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minigen.cache import KVCache
 from minigen.model import GPT2, GPT2Config
@@ -595,6 +598,18 @@ def test_a_cache_is_float32_zeros_of_the_stated_size():
     assert cache.length.tolist() == [0] * 5 and (cache.slot_pos == -1).all() and cache.slot_pos.shape == (5, 10)
 
 
+@pytest.mark.parametrize(("batch", "capacity", "window"), [(1, 5, None), (3, 7, None), (2, 64, None), (4, 9, 3)])
+def test_bytes_follow_from_the_capacity_that_was_asked_for(batch, capacity, window):
+    config, _, model = model_and_params()
+    cache = model.new_cache(batch, capacity, window)
+    a_slot = 2 * config["n_layer"] * config["n_head"] * (config["n_embd"] // config["n_head"]) * 4
+    assert cache.nbytes == sum(slots.nbytes for slots in cache.keys + cache.values) == a_slot * capacity * batch
+    model.forward(random_ids(batch, 4), cache)
+    assert cache.nbytes == a_slot * capacity * batch
+    cache.select([0])
+    assert cache.nbytes == a_slot * capacity
+
+
 def test_the_slots_in_use_are_handed_out_as_views():
     cache = KVCache(n_layer=2, n_head=2, d_head=4, capacity=10, batch=3, window=4)
     for _ in range(12):
@@ -1024,3 +1039,253 @@ def test_max_chunk_is_the_most_that_fits(window):
             break  # without a window a full cache stays full
         cache.extend(positions([int(rng.integers(1, most + 1)), int(rng.integers(1, most + 1))]))
     assert (most == 0) == (window is None)
+
+
+# ---- the first positions -----------------------------------------------------------------------------------------
+
+
+def test_a_prefix_is_what_was_stored_at_the_first_positions():
+    cache = KVCache(n_layer=2, n_head=2, d_head=3, capacity=8, batch=2)
+    stored = (
+        np.random.default_rng(0).standard_normal((2, 2, 2, 2, 6, 3)).astype(np.float32)
+    )  # layer, K or V, [B, H, T, D]
+    for at in (0, 4):
+        plan = cache.extend(np.arange(at, min(at + 4, 6))[None].repeat(2, axis=0))
+        for layer in range(2):
+            cache.store(layer, plan, *stored[layer, :, :, :, at : at + 4])
+    for layer in range(2):
+        for length in (0, 1, 4, 6):
+            keys, values = cache.prefix(layer, length)
+            np.testing.assert_array_equal(keys, stored[layer, 0, :, :, :length])
+            np.testing.assert_array_equal(values, stored[layer, 1, :, :, :length])
+            assert length == 0 or np.shares_memory(keys, cache.keys[layer])
+    cache.truncate([6, 3])
+    assert cache.prefix(0, 3)[0].shape == (2, 2, 3, 3)
+    for length in (4, 7, 8, 9):
+        with pytest.raises(ValueError, match=f"first {length} positions"):
+            cache.prefix(0, length)
+
+
+def test_a_prefix_that_the_ring_has_overwritten_is_refused():
+    cache = KVCache(1, 1, 1, capacity=5, window=3)
+    cache.extend(np.arange(5)[None])
+    assert cache.prefix(0, 5)[0].shape == (1, 1, 5, 1)
+    cache.extend(np.array([[5]]))
+    for length in (1, 5, 6):
+        with pytest.raises(ValueError, match="positions"):
+            cache.prefix(0, length)
+
+
+# ---- any series of calls -----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """What a cache has to be, without slots: per row the tokens fed, and of which of them the keys are still there.
+
+    A new key costs the row the key `capacity` positions before it, for good.
+    """
+
+    def __init__(self, batch, capacity, window):
+        self.capacity, self.window = capacity, window
+        self.tokens = [[] for _ in range(batch)]
+        self.kept = [set() for _ in range(batch)]
+
+    def visible(self, query):
+        """The positions that a query at this position sees."""
+        return [p for p in range(query + 1) if self.window is None or query - p < self.window]
+
+    def may_extend(self, row, count):
+        at = len(self.tokens[row])
+        new = range(at, at + count)
+        lost = {q - self.capacity for q in new}
+        return not any(p in lost for query in new for p in self.visible(query))
+
+    def may_truncate(self, row, length):
+        if not 0 <= length <= len(self.tokens[row]):
+            return False
+        # The next token is a query at `length`; its own key will be new.
+        return set(self.visible(length)) - {length} <= self.kept[row]
+
+    def extend(self, row, tokens):
+        for token in tokens:
+            self.kept[row].discard(len(self.tokens[row]) - self.capacity)
+            self.kept[row].add(len(self.tokens[row]))
+            self.tokens[row].append(token)
+
+    def truncate(self, row, length):
+        del self.tokens[row][length:]
+        self.kept[row] = {p for p in self.kept[row] if p < length}
+
+    def select(self, rows):
+        self.tokens = [list(self.tokens[row]) for row in rows]
+        self.kept = [set(self.kept[row]) for row in rows]
+
+    def same(self):
+        return all(tokens == self.tokens[0] for tokens in self.tokens)
+
+    def shared(self):
+        """How many first positions are the same in all rows."""
+        columns = zip(*self.tokens, strict=False)
+        return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, self.tokens)))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Drives a cache and `Rows` through the same random calls. Subclasses say how tokens are made and compared."""
+
+    MOST_ROWS = 3
+    LONGEST = 10**6
+
+    def begin(self, batch, capacity, window):
+        self.rows = Rows(batch, capacity, window)
+
+    @initialize(batch=st.integers(1, 3), capacity=st.integers(1, 7), window=st.sampled_from([None, 1, 2, 3, 4, 5, 7]))
+    def start(self, batch, capacity, window):
+        self.begin(batch, capacity, window and min(window, capacity))
+
+    @property
+    def lengths(self):
+        return [len(tokens) for tokens in self.rows.tokens]
+
+    def feed(self, counts, padding):
+        """Feed counts[row] new tokens to each row, or see that the cache refuses them and stays as it was."""
+        counts = [min(count, self.LONGEST - length) for count, length in zip(counts, self.lengths, strict=True)]
+        if not any(counts):
+            return
+        if all(self.rows.may_extend(row, count) for row, count in enumerate(counts)):
+            self.extend(counts, max(counts) + padding)
+            return
+        before = state(self.cache)
+        with pytest.raises(ValueError, match="do not fit"):
+            self.extend(counts, max(counts) + padding)
+        assert_unchanged(self.cache, before)
+
+    # One rule for all calls: hypothesis leaves rules out at random, and a run without one of them shows little.
+    @rule(data=st.data(), name=st.sampled_from(["extend", "extend", "extend", "take back", "take back", "select"]))
+    def call(self, data, name):
+        {"extend": self.extend_rows, "take back": self.take_tokens_back, "select": self.select_rows}[name](data)
+
+    def extend_rows(self, data):
+        manner = data.draw(st.sampled_from(["each row its own", "each row its own", "alike", "the most", "too many"]))
+        n, most = len(self.rows.tokens), self.cache.max_chunk
+        if manner == "each row its own":
+            limit = data.draw(st.sampled_from([2, 2, 4, 9]))
+            self.feed(data.draw(st.lists(st.integers(0, limit), min_size=n, max_size=n)), data.draw(st.integers(0, 2)))
+        else:
+            alike = data.draw(st.integers(1, 3))
+            self.feed([{"alike": alike, "the most": most, "too many": most + 1}[manner]] * n, 0)
+
+    def take_tokens_back(self, data):
+        manner = data.draw(st.sampled_from(["a few", "a few", "any", "all alike"]))
+        if manner == "all alike":
+            length = data.draw(st.integers(0, max(self.lengths)))
+            self.truncate([length] * len(self.lengths), length)
+        else:
+            least = 2 if manner == "a few" else 8
+            more = 0 if manner == "a few" else 1
+            lengths = [data.draw(st.integers(max(n - least, -more), n + more)) for n in self.lengths]
+            self.truncate(lengths, np.array(lengths))
+
+    def truncate(self, lengths, argument):
+        if all(self.rows.may_truncate(row, length) for row, length in enumerate(lengths)):
+            self.cache.truncate(argument)
+            for row, length in enumerate(lengths):
+                self.rows.truncate(row, length)
+            return
+        before = state(self.cache)
+        with pytest.raises(ValueError, match="cannot truncate"):
+            self.cache.truncate(argument)
+        assert_unchanged(self.cache, before)
+
+    def select_rows(self, data):
+        batch, shares, stays = len(self.rows.tokens), data.draw(st.booleans()), data.draw(st.booleans())
+        size = batch if stays else data.draw(st.integers(1, self.MOST_ROWS))
+        rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=size, max_size=size))
+        self.cache.select(rows, shared=self.rows.shared() if shares else 0)
+        self.rows.select(rows)
+
+    @precondition(lambda self: hasattr(self, "rows"))
+    @invariant()
+    def sizes_agree(self):
+        assert self.cache.batch == len(self.rows.tokens)
+        assert self.cache.length.tolist() == self.lengths
+        fits = [n for n in range(10) if all(self.rows.may_extend(row, n) for row in range(self.cache.batch))]
+        assert self.cache.max_chunk == max(fits)
+
+
+class KeysAndValues(CacheMachine):
+    """Every token is a number of its own, and its keys and values say which one it is, in which layer and head."""
+
+    def begin(self, batch, capacity, window):
+        super().begin(batch, capacity, window)
+        self.cache = KVCache(2, 2, 1, capacity, batch, window)
+        self.n_tokens = 0
+
+    def extend(self, counts, width):
+        new = [[0] * (width - count) + list(range(self.n_tokens + 1, self.n_tokens + 1 + count)) for count in counts]
+        # Rows that are the same may stay so, and have a prompt to share; otherwise the row can be seen in a token.
+        alike = self.rows.same() and self.n_tokens % 2 == 0
+        new = np.array(new) * 10 + (0 if alike else np.arange(len(counts))[:, None])
+        self.n_tokens += width
+        columns = np.arange(width) - (width - np.array(counts))[:, None]
+        starts = self.lengths
+        positions = np.where(columns < 0, -1, np.array(starts)[:, None] + columns)
+        plan = self.cache.extend(positions)
+        for row, count in enumerate(counts):
+            self.rows.extend(row, new[row, width - count :].tolist())
+        for layer in range(2):
+            heads = np.stack([new, -new], axis=1)[..., None].astype(np.float32)  # [B, T] -> [B, 2, T, 1]
+            keys, values = self.cache.store(layer, plan, heads + layer / 4, heads * 2 + layer / 4)
+            S = keys.shape[2]
+            assert keys.shape == values.shape == (len(counts), 2, S, 1)
+            assert S <= min(self.cache.capacity, max(self.lengths))  # no more than is in use
+            mask = np.broadcast_to(True if plan.mask is None else plan.mask, (len(counts), 1, width, S))[:, 0]
+            assert mask.any(axis=2).all()  # a softmax over nothing is NaN, of padding too
+            for row, t in zip(*np.nonzero(positions >= 0), strict=True):
+                expected = [self.rows.tokens[row][p] for p in self.rows.visible(positions[row, t])]
+                for head, sign in enumerate((1, -1)):
+                    for slots, factor in ((keys, 1), (values, 2)):
+                        seen = (slots[row, head, mask[row, t], 0] - layer / 4) / (sign * factor)
+                        assert sorted(seen) == sorted(expected)
+                    # And each value stands beside its key.
+                    key, value = (slots[row, head, mask[row, t], 0] - layer / 4 for slots in (keys, values))
+                    assert (value == 2 * key).all()
+
+
+class Logits(CacheMachine):
+    """Tokens are ids; after every call the tiny model's logits are the float64 reference's under the same band."""
+
+    LONGEST = 24  # the model's positions
+
+    def begin(self, batch, capacity, window):
+        super().begin(batch, capacity, window)
+        self.config, self.params, self.model = states_model()
+        self.cache = self.model.new_cache(batch, capacity, window)
+        self.rng = np.random.default_rng(0)
+
+    def extend(self, counts, width):
+        ids = self.rng.integers(97, size=(len(counts), width))
+        if self.rows.same() and self.rng.random() < 0.5:
+            ids[:] = ids[0]  # rows that are the same may stay so, and have a prompt to share
+        pad = width - np.array(counts)
+        logits = self.model.forward(ids, self.cache, pad=pad, last_only=False)
+        assert np.isfinite(logits).all()
+        for row, count in enumerate(counts):
+            self.rows.extend(row, ids[row, pad[row] :].tolist())
+            if count:
+                expected = reference_logits(self.config, self.params, self.rows.tokens[row], self.rows.window)
+                assert_close(logits[row, pad[row] :], expected[-count:], 1e-4)
+
+
+@functools.cache
+def states_model():
+    return model_and_params(n_layer=2, n_positions=Logits.LONGEST)
+
+
+TestKeysAndValues = KeysAndValues.TestCase
+TestKeysAndValues.settings = settings(
+    max_examples=100, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+TestLogits = Logits.TestCase
+TestLogits.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)

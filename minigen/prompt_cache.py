@@ -1,0 +1,184 @@
+"""A prompt's keys and values in a file, so that the next run that begins alike need not compute them again.
+
+The key and the value of position p depend on the weights and on tokens 0..p, and on nothing that comes later. Two texts
+with the same first n ids therefore have the same keys and values at their first n positions, and what one run has
+computed another may take over as it is, however the texts go on: the longest common beginning is reused.
+
+A file is in the safetensors format, n being the number of the prompt's ids:
+
+    ids                  int64   [n]
+    keys.0, values.0 ... float32 [H, n, D]   a pair for each layer, row 0 of the cache
+    metadata: format, version, model (see `fingerprint`), crc32 of all tensors in this order
+
+Before any of it is trusted the checksum must be right and the fingerprint that of the model. The last known token is
+run anew in any case, for the logits that follow it or along with the rest of the prompt, and its keys and values must
+come out as they were saved. That catches what a fingerprint of the small parameters cannot, such as a LoRA adapter
+merged into the matrices.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import secrets
+import zlib
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
+
+FORMAT, VERSION = "minigen prompt cache", "1"
+# The config's fields on which no key or value depends.
+WITHOUT_EFFECT = {"bos_token_id", "eos_token_id", "reorder_and_upcast_attn"}
+# How far a recomputed key or value may be from the saved one, as a part of the layer's largest: sums in another order
+# differ by some 1e-6 in float32, other weights by 1e-2 and more.
+TOLERANCE = 1e-4
+
+
+class Restored(NamedTuple):
+    """What a file knew of a prompt."""
+
+    known: int  # how many of the prompt's first ids the file holds; all of these but the last were put into the cache
+    last: list[tuple[np.ndarray, np.ndarray]]  # for each layer the saved key and value [H, D] of that last one
+
+
+def _refusal(path, what):
+    return ValueError(f"the prompt cache {path} {what}: delete it or name another file")
+
+
+def fingerprint(model):
+    """A SHA-256, in hexadecimal, that tells models apart without reading all of their weights.
+
+    It covers the config, the position embedding and all biases and layer norms: a hundredth of the bytes, some of which
+    any ordinary training changes.
+    """
+    config = model.config
+    digest = hashlib.sha256()
+    for field in fields(config):
+        if field.name not in WITHOUT_EFFECT:
+            digest.update(f"{field.name}={getattr(config, field.name)!r}\n".encode())
+    for name, shape in config.parameter_shapes().items():
+        if len(shape) == 1 or name == "wpe.weight":
+            digest.update(f"{name} {shape}\n".encode())
+            digest.update(model.params[name].tobytes())
+    return digest.hexdigest()
+
+
+def _common_length(a, b):
+    """How many ids two texts have in common at their beginning."""
+    different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(different, min(len(a), len(b)))
+
+
+def _tensor(file, path, name, dtype, shape):
+    """A tensor of an open file, in the safetensors dtype and the shape that it must have."""
+    stored = file.get_slice(name)
+    found = stored.get_dtype(), stored.get_shape()
+    if found != (dtype, shape):
+        raise _refusal(path, f"holds {name} as {found[0]} {found[1]}, but the model's are {dtype} {shape}")
+    return file.get_tensor(name)
+
+
+def _read(path, model, cache, ids):
+    """`restore` from a file that is there. Raises SafetensorError or ValueError."""
+    config = model.config
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise _refusal(path, "is a safetensors file, but holds no prompt")
+        if metadata.get("version") != VERSION:
+            raise _refusal(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
+        if metadata.get("model") != fingerprint(model):
+            raise _refusal(path, "was made with another model")
+
+        n = math.prod(file.get_slice("ids").get_shape())
+        saved_ids = _tensor(file, path, "ids", "I64", [n])
+        checksum = zlib.crc32(saved_ids)
+        known = _common_length(saved_ids.tolist(), ids)
+        plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
+        last = []
+        for layer in range(config.n_layer):
+            # One layer at a time, and each whole, for the checksum: there is never a second copy of all.
+            shape = [config.n_head, n, config.d_head]
+            pair = [_tensor(file, path, f"{kind}.{layer}", "F32", shape) for kind in ("keys", "values")]
+            for tensor in pair:
+                checksum = zlib.crc32(tensor, checksum)
+            if known > 1:
+                cache.store(layer, plan, *(tensor[None, :, : known - 1] for tensor in pair))  # -> [1, H, known - 1, D]
+            if known:
+                last.append(tuple(tensor[:, known - 1].copy() for tensor in pair))  # [H, n, D] -> [H, D]
+        if metadata.get("crc32") != f"{checksum:08x}":
+            raise _refusal(path, "is damaged: its checksum is wrong")
+    return Restored(known, last)
+
+
+def restore(path, model, cache, ids):
+    """Fill an empty cache of one row with what a file knows of a prompt, and return `Restored`.
+
+    ids: the prompt's. Where there is no file yet, nothing is known. Raises OSError where the path cannot be read, or
+    could not be written afterwards, and ValueError for a file of another model or format or a damaged one; the cache
+    is then of no further use.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not an ordinary file")
+        path.open("rb").close()  # Python's errors are clearer than the library's
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK):
+            raise OSError(
+                f"cannot write the prompt cache {path}: {path.parent} is no folder that can be written to; "
+                "name another file"
+            ) from None
+        return Restored(0, [])
+    except OSError as error:
+        raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
+    try:
+        return _read(path, model, cache, ids)
+    except SafetensorError as error:
+        raise _refusal(path, f"is damaged or not a safetensors file ({error})") from error
+
+
+def check_last(path, cache, restored):
+    """After the prompt has run, compare the last known token's keys and values with the saved ones.
+
+    Raises ValueError where they differ by more than rounding: other weights have made the file.
+    """
+    for layer, pair in enumerate(restored.last):
+        for saved, rows in zip(pair, cache.prefix(layer, restored.known), strict=True):
+            computed = rows[0, :, -1]  # [1, H, known, D] -> [H, D]
+            if not np.abs(computed - saved).max() <= TOLERANCE * np.abs(saved).max():
+                raise _refusal(path, "was made with other weights: running its last known token gives something else")
+
+
+def save(path, model, cache, ids):
+    """Write a prompt's ids and the cache's keys and values of them, for `restore`.
+
+    The cache is one of one row that begins with `ids`. The file is written beside its place and then moved there, so
+    that whatever happens, the old file or the new one is there, whole. Raises OSError where it cannot be written.
+    """
+    path = Path(os.path.realpath(path))  # where it is a link, the file is replaced and not the link
+    tensors = {"ids": np.array(ids, np.int64)}
+    for layer in range(model.config.n_layer):
+        keys, values = cache.prefix(layer, len(ids))
+        tensors[f"keys.{layer}"] = np.ascontiguousarray(keys[0])  # [1, H, n, D] -> [H, n, D]
+        tensors[f"values.{layer}"] = np.ascontiguousarray(values[0])
+    checksum = 0
+    for tensor in tensors.values():
+        checksum = zlib.crc32(tensor, checksum)
+    metadata = {"format": FORMAT, "version": VERSION, "model": fingerprint(model), "crc32": f"{checksum:08x}"}
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # two runs never write the same one
+    try:
+        with temporary.open("xb") as file:
+            file.write(to_safetensors(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())  # or a crash soon afterwards could leave the new name without its bytes
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(f"cannot write the prompt cache {path}: {error.strerror or error}; name another file") from error
+    finally:
+        with contextlib.suppress(OSError):  # after os.replace it is not there any more
+            temporary.unlink()
