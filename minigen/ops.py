@@ -206,8 +206,8 @@ def _cut(weight, order):
 def _by_blocks(x, blocks):
     """x: [rows, n_in], blocks: [n_blocks, n_in, width] -> [rows, n_blocks * width], in products that are not packed."""
     n_blocks, n_in, width = blocks.shape
-    n_chunks = -(-len(x) // min(16, SMALL_PRODUCT // (n_in * width)))
-    chunk = max(-(-len(x) // n_chunks), 2)  # a single row would go to gemv, for which BLAS wakes its own threads
+    n_chunks = -(-len(x) // max(2, min(16, SMALL_PRODUCT // (n_in * width))))
+    chunk = max(2, -(-len(x) // n_chunks))  # a single row would go to gemv, for which BLAS wakes its own threads
     chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
     chunks[: len(x)] = x
     chunks = chunks.reshape(n_chunks, chunk, n_in)
