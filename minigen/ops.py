@@ -15,14 +15,19 @@ import numpy as np
 from minigen.checks import require
 from minigen.threads import THREADS, share
 
-# Values that a core's cache holds several times over. Less work than that is not worth a second thread.
+# Values that a core's cache holds several times over.
 PIECE = 2**16
+# Weights, or keys, from which it pays to wake a second thread, which takes 40 microseconds.
+WORTH_SHARING = 2**19
 # Keys that attention multiplies at a time.
 KEYS = 64
-# OpenBLAS does not pack a product of no more than so many multiplications; see `linear`.
+# OpenBLAS does not pack a product of up to so many multiplications; see `linear`.
 SMALL_PRODUCT = 1_000_000
 # From so many rows on, packing pays; see `linear`.
 MANY_ROWS = 32
+# Without blocks, fewer rows than these are quicker as single products: 2 rows of 768 x 50,257 take 14 ms so and 30 at
+# once, 3 rows 23 and 30, 4 rows 30 and 32.
+FEW_ROWS = 5
 
 
 def relu(x):
@@ -160,7 +165,7 @@ def attention(q, keys, values, scale, mask=None):
 
     # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
     queries = max(2, min(16, SMALL_PRODUCT // (D * S)))
-    if T <= queries and keys.size > 4 * PIECE:
+    if T <= queries and keys.size >= WORTH_SHARING:
         spans = [slice(H * i // THREADS, H * (i + 1) // THREADS) for i in range(THREADS)]
         share(lambda i: attend(spans[i], slice(None)), THREADS)
     else:
@@ -214,7 +219,7 @@ def _by_blocks(x, blocks):
     y = np.empty((n_chunks, chunk, n_blocks, width), np.float32)
     by_block = y.transpose(2, 0, 1, 3)  # [n_chunks, chunk, n_blocks, width] -> [n_blocks, n_chunks, chunk, width]
     # One span a thread: each hand-over of Python's lock from thread to thread costs 40 microseconds.
-    n_spans = min(THREADS, n_blocks) if blocks.size > PIECE else 1
+    n_spans = min(THREADS, n_blocks) if blocks.size >= WORTH_SHARING else 1
 
     def multiply(i):
         span = slice(n_blocks * i // n_spans, n_blocks * (i + 1) // n_spans)
@@ -233,7 +238,7 @@ def _order():
     require(asked in ("", "plain", "rows", "columns", "blocks"), "MINIGEN_LINEAR", asked, allowed)
     if asked in ("plain", "rows", "columns"):
         return asked
-    weight = np.full((1024, 4096), 0.5, np.float32)  # 16 MB, more than a core's own cache
+    weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
     x = np.ones((4, 1024), np.float32)
     cut = {order: _cut(weight, order).blocks for order in ("rows", "columns")}
     calls = {order: partial(_by_blocks, x, blocks) for order, blocks in cut.items()}
@@ -260,12 +265,36 @@ def lay_out(weight, order=None):
 
 
 def linear(x, weight, bias=None):
-    """x @ weight + bias.
+    """x @ weight + bias, such that a few rows cost hardly more than one.
 
     x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out].
+
+    A product with few rows is bound by reading the weight from memory: one row and eight could take the same time. They
+    do not, because from two rows on BLAS packs the weight first, copying all of it into the order that its inner loop
+    likes. With hundreds of rows that is nothing, with four it takes three times as long as the product. But OpenBLAS
+    leaves small products unpacked (up to `SMALL_PRODUCT` multiplications, on processors with AVX-512), so the weight is
+    cut into blocks of 16 to 64 columns, each small enough with 8 to 16 rows, and the threads share the blocks out.
+    NumPy lets go of Python's lock during a product, so plain Python threads will do.
+
+    Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians:
+
+                     rows     1     2     4     5     8    16    24    31    48    64
+        768 x 3,072  plain  0.33  1.20  1.28  1.32  1.34  1.67  1.79  2.11  2.44  2.37
+                     blocks 0.54  0.51  0.63  0.66  0.76  0.94  1.62  1.87  2.52  3.22
+        3,072 x 768  plain  0.44  1.09  1.12  1.30  1.16  1.39  1.73  1.99  2.12  2.59
+                     blocks 0.42  0.47  0.45  0.58  0.65  1.17  1.50  2.21  3.22  4.15
+        768 x 50,257 plain   5.1  16.6  16.9  18.6  19.3  17.3  23.1  28.3  31.5  34.8
+                     blocks  6.7   8.6   8.2   9.3  10.8  15.0  25.8  30.5  45.6  68.1
+
+    Hence `MANY_ROWS`: from there on the whole weight goes to BLAS at once. Single rows go the same way as others, as
+    two equal ones, although BLAS alone can be quicker (a step of the 124M shape 22 ms instead of 26): its threads go on
+    spinning for a tenth of a second after each product, which takes the cores from everything else, and where another
+    process needs one of two cores they wait for each other instead of working (the same step 400 ms instead of 49).
     """
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
-    if weight.blocks is None or (weight.whole is not None and len(rows) >= MANY_ROWS):
+    if weight.blocks is None and len(rows) < FEW_ROWS:
+        y = (rows[:, None] @ weight.whole)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, n_out]
+    elif weight.blocks is None or (weight.whole is not None and len(rows) >= MANY_ROWS):
         y = rows @ weight.whole
     else:
         y = _by_blocks(rows, weight.blocks)[:, : weight.n_out]

@@ -42,6 +42,15 @@ def share(task, n):
     with something else, it simply does more. Any number of threads may call this at once. Raises what a task raised.
     """
     global _jobs
+    helpers = min(THREADS, n) - 1
+    if helpers < 1:
+        for piece in range(n):
+            task(piece)
+        return
+    if _jobs is None:
+        _jobs = SimpleQueue()
+        for _ in range(THREADS - 1):
+            threading.Thread(target=_serve, args=(_jobs,), name="minigen", daemon=True).start()
     pieces, finished = deque(range(n)), SimpleQueue()
 
     def work():
@@ -56,11 +65,6 @@ def share(task, n):
             except BaseException as error:
                 finished.put(error)
 
-    helpers = min(THREADS, n) - 1
-    if helpers > 0 and _jobs is None:
-        _jobs = SimpleQueue()
-        for _ in range(THREADS - 1):
-            threading.Thread(target=_serve, args=(_jobs,), name="minigen", daemon=True).start()
     for _ in range(helpers):
         _jobs.put(work)
     work()
