@@ -741,7 +741,7 @@ def is_near_tie(model, prompt, ours, theirs):
     """
     n = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
     config = {name: getattr(model.config, name) for name in ("n_head", "layer_norm_epsilon", "activation_function")}
-    logits = reference_logits(config, model.params, [*prompt, *ours[:n]])[-1]
+    logits = reference_logits(config, as_stored(model), [*prompt, *ours[:n]])[-1]
     return (
         abs(logits[ours[n]] - logits[theirs[n]]) < 1e-4
         and max(logits[ours[n]], logits[theirs[n]]) > logits.max() - 1e-4
@@ -811,7 +811,7 @@ def test_greedy_equals_plain_decoding_on_tiny_models():
                 "noisy",
                 GPT2(
                     model.config,
-                    {key: p + 0.02 * rng.standard_normal(p.shape, np.float32) for key, p in model.params.items()},
+                    {key: p + 0.02 * rng.standard_normal(p.shape, np.float32) for key, p in as_stored(model).items()},
                 ),
             ),
             4: ("n-gram", None),
@@ -949,7 +949,7 @@ def test_a_draft_that_is_the_target_is_accepted_in_every_round(k, options):
 def test_caches_after_each_round_of_an_ordinary_draft(options):
     model = tiny_model(5, n_positions=80)
     rng = np.random.default_rng(1)
-    params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in model.params.items()}
+    params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
     rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, max_tokens=60, seed=3, **options)
     assert len({n_out for _, n_out in rounds.results}) >= 3  # rejections at several places
 
@@ -988,7 +988,7 @@ def test_forced_acceptance(n):
     prompt, k, max_tokens = [7, 8, 9], 4, 32
     model = tiny_model(6)
     right = prompt + generate_one(model, Letters(61), prompt, temperature=0, max_tokens=40).token_ids
-    draft = Forced(model.config, tiny_model(7).params, right, n)
+    draft = Forced(model.config, as_stored(tiny_model(7)), right, n)
 
     class Restarted(ModelDrafter):
         def propose(self, row, k):
