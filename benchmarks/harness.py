@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ import minigen
 # No benchmark downloads anything; the hub's client reads this when it is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
+# OpenBLAS's threads go on spinning after their work is done, for 0.12 s as measured on two cores, and would keep a core
+# from whoever is next: what does not call BLAS's threads itself is measured so many seconds after what does.
+PAUSE = 0.2
 # What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
 SHAPES = {
     "distilgpt2": {"n_embd": 768, "n_layer": 6, "n_head": 12},
@@ -102,11 +106,17 @@ def random_parameters(config):
 
 def model_of(arguments):
     """The `GPT2` that the options ask for, in memory."""
+    return model_and_tokenizer_of(arguments)[0]
+
+
+def model_and_tokenizer_of(arguments):
+    """What `minigen.load` returns, for the model that the options ask for; random weights get GPT-2's vocabulary."""
     shape = shape_of(arguments)
     if shape is None:
-        return minigen.load(arguments.model)[0]
+        return minigen.load(arguments.model)
     config = minigen.GPT2Config(**SHAPES[shape])
-    return minigen.GPT2(config, random_parameters(config))
+    tokenizer = minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", config.vocab_size)
+    return minigen.GPT2(config, random_parameters(config)), tokenizer
 
 
 def checkpoint_of(arguments, folder):
@@ -198,18 +208,25 @@ def machine():
     }
 
 
-def report(title, rows, arguments, notes=()):
-    """Print a table of rows (dicts with the same keys) under the machine's description; write it as JSON if asked.
+def columns(timing, unit="ms", scale=1.0):
+    """A `Timing` as columns of a row; scale: how many of the unit a millisecond is."""
+    return {f"{unit} {statistic}": value * scale for statistic, value in timing._asdict().items()}
 
-    notes: sentences that belong to the figures; printed above the table.
+
+def report(title, rows, arguments, notes=()):
+    """Print rows (dicts) as tables under the machine's description; write all in one JSON file if asked.
+
+    notes: sentences that belong to the figures; printed above. A new table begins where the keys of the rows change.
     """
     described = machine()
     print(title)
     print(", ".join(f"{key} {value}" for key, value in described.items()), *notes, sep="\n")
-    cells = [list(rows[0])] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for table, (names, alike) in enumerate(groupby(rows, key=list)):
+        cells = [names] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in alike]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        print(end="\n" if table else "")
+        for line in cells:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if arguments.json:
         figures = {"title": title, "machine": described, "notes": list(notes), "rows": rows}
         Path(arguments.json).write_text(json.dumps(figures, indent=1))

@@ -67,6 +67,14 @@ def test_a_case_may_time_itself():
     assert 0 < timings["outside"].min <= timings["outside"].median < 250
 
 
+def test_a_report_of_rows_with_other_keys_is_several_tables_in_one_file(tmp_path, capsys):
+    rows = [{"case": "a", "ms": 1.5}, {"case": "b", "ms": 2.0}, {"case": "c", "MB": 3}]
+    harness.report("title", rows, argparse.Namespace(json=tmp_path / "figures.json"))
+    tables = capsys.readouterr().out.partition("minigen ")[2].partition("\n")[2]
+    assert tables == "case     ms\n   a  1.500\n   b  2.000\n\ncase  MB\n   c   3\n"
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"] == rows
+
+
 def test_the_memory_has_a_speed():
     assert 0 < harness.gemv_rate(megabytes=4, repetitions=2) < 100_000
 
