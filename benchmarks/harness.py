@@ -92,16 +92,18 @@ def name_of(arguments):
 
 
 def random_parameters(config):
-    """Weights as they are before training, float32 by name: normal with deviation 0.02, norms 1, biases 0."""
+    """Weights as they are before training: normal with deviation 0.02, norms 1, biases 0.
+
+    Pairs of name and float32 array, one at a time, so that a model can lay out each and drop it.
+    """
     rng = np.random.default_rng(0)
-    parameters = {}
     for name, shape in config.parameter_shapes().items():
         if len(shape) == 1:
-            parameters[name] = np.full(shape, name.endswith("weight"), np.float32)  # norms are the only such weights
+            yield name, np.full(shape, name.endswith("weight"), np.float32)  # norms are the only such weights
         else:
-            parameters[name] = rng.standard_normal(shape, np.float32)
-            parameters[name] *= np.float32(0.02)
-    return parameters
+            values = rng.standard_normal(shape, np.float32)
+            values *= np.float32(0.02)
+            yield name, values
 
 
 def model_of(arguments):
@@ -138,7 +140,7 @@ def checkpoint_of(arguments, folder):
     config = minigen.GPT2Config(**SHAPES[shape])
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
     (folder / "config.json").write_text(json.dumps(described))
-    save_file(random_parameters(config), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(random_parameters(config)), folder / "model.safetensors", {"format": "pt"})
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(ROOT / "tests" / "data" / "gpt2-bpe" / name, folder)
     return folder

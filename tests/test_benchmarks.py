@@ -45,7 +45,7 @@ def test_random_weights_of_a_shape_make_a_model():
     config = minigen.GPT2Config(
         vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    parameters = harness.random_parameters(config)
+    parameters = dict(harness.random_parameters(config))
     assert {name: array.shape for name, array in parameters.items()} == config.parameter_shapes()
     assert all(array.dtype == np.float32 for array in parameters.values())
     assert parameters["wte.weight"].std() == pytest.approx(0.02, rel=0.05)
