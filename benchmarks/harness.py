@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ SHAPES = {
     "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
 }
+# OpenBLAS's threads go on spinning after a large product, for 0.12 s as measured on two cores, and would keep a core
+# from whatever is timed next; after a pause of so many seconds they are at rest.
+PAUSE = 0.2
 
 # ---------------------------------------------------------------------------------------- options
 
@@ -107,6 +111,14 @@ def model_of(arguments):
         return minigen.load(arguments.model)[0]
     config = minigen.GPT2Config(**SHAPES[shape])
     return minigen.GPT2(config, random_parameters(config))
+
+
+def tokenizer_of(arguments):
+    """The tokenizer of the model that the options ask for; GPT-2's own for random weights."""
+    shape = shape_of(arguments)
+    if shape is None:
+        return minigen.load(arguments.model)[1]
+    return minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", minigen.GPT2Config().vocab_size)
 
 
 def checkpoint_of(arguments, folder):
@@ -199,17 +211,20 @@ def machine():
 
 
 def report(title, rows, arguments, notes=()):
-    """Print a table of rows (dicts with the same keys) under the machine's description; write it as JSON if asked.
+    """Print a table of rows (dicts) under the machine's description; write it as JSON if asked.
 
-    notes: sentences that belong to the figures; printed above the table.
+    Rows with the same keys make one table, and others the next. notes: sentences that belong to the figures; printed
+    above the table.
     """
     described = machine()
     print(title)
     print(", ".join(f"{key} {value}" for key, value in described.items()), *notes, sep="\n")
-    cells = [list(rows[0])] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for number, (keys, table) in enumerate(groupby(rows, key=list)):
+        cells = [keys] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in table]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        print(end="\n" if number else "")
+        for line in cells:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if arguments.json:
         figures = {"title": title, "machine": described, "notes": list(notes), "rows": rows}
         Path(arguments.json).write_text(json.dumps(figures, indent=1))

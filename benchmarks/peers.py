@@ -22,18 +22,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.engines import CONVERT, FIRST_TOKEN, Worker, missing, versions, vocabulary_of
-from benchmarks.harness import checkpoint_of, config_of, measure, name_of, parser, plot, report
+from benchmarks.harness import PAUSE, checkpoint_of, config_of, measure, name_of, parser, plot, report
 from minigen import Tokenizer
 
 TEXT = "Once upon a time, there was a"
-# Each engine has a process of its own, and so a thread pool with its own settings, and a call is made only when the one
-# before it has been over for so many seconds: OpenBLAS's threads go on spinning after their work is done, for 0.12 s
-# as measured on two cores, and would keep a core from whoever is next. Those of the others rest within 0.01 s.
-PAUSE = 0.2
 
 
 def rested(pause, worker, method, *arguments):
-    """A case for `measure`: the seconds that the engine reports, once all others have come to rest."""
+    """A case for `measure`: the seconds that the engine reports, once all others have come to rest.
+
+    Each engine has a process of its own, and so a thread pool with its own settings. Only OpenBLAS's threads need the
+    pause; those of the others rest within 0.01 s.
+    """
 
     def call():
         time.sleep(pause)
