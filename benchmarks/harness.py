@@ -20,8 +20,8 @@ import minigen
 # No benchmark downloads anything; the hub's client reads this when it is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
-# OpenBLAS's threads go on spinning after their work is done, for 0.12 s as measured on two cores, and would keep a core
-# from whoever is next: what does not call BLAS's threads itself is measured so many seconds after what does.
+# OpenBLAS's threads go on spinning after their work is done, for 0.12 s as measured on two cores, where minigen could not
+# tell them not to (see its __init__). What uses other threads is measured so many seconds after what used theirs.
 PAUSE = 0.2
 # What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
 SHAPES = {
@@ -106,6 +106,10 @@ def random_parameters(config):
             yield name, values
 
 
+def gpt2_tokenizer():
+    return minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", minigen.GPT2Config().vocab_size)
+
+
 def model_of(arguments):
     """The `GPT2` that the options ask for, in memory."""
     return model_and_tokenizer_of(arguments)[0]
@@ -117,8 +121,7 @@ def model_and_tokenizer_of(arguments):
     if shape is None:
         return minigen.load(arguments.model)
     config = minigen.GPT2Config(**SHAPES[shape])
-    tokenizer = minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", config.vocab_size)
-    return minigen.GPT2(config, random_parameters(config)), tokenizer
+    return minigen.GPT2(config, random_parameters(config)), gpt2_tokenizer()
 
 
 def checkpoint_of(arguments, folder):

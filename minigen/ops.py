@@ -117,13 +117,16 @@ def layer_norm(x, weight, bias, eps):
 
 
 def elementwise(function, x):
-    """function(x) for a function of single values; a large x is overwritten, in pieces that a core's cache holds."""
+    """function(x) for a function of single values; a large x is overwritten, piece by piece, on all threads."""
     if x.size <= PIECE:
         return function(x)
     values = x.reshape(-1)
-    for start in range(0, x.size, PIECE):
-        piece = values[start : start + PIECE]
+
+    def apply(i):
+        piece = values[i * PIECE : (i + 1) * PIECE]
         piece[:] = function(piece)
+
+    share(apply, -(-x.size // PIECE))
     return values.reshape(x.shape)
 
 
@@ -165,13 +168,13 @@ def attention(q, keys, values, scale, mask=None):
 
     # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
     queries = max(2, min(16, SMALL_PRODUCT // (D * S)))
-    if T <= queries and keys.size >= WORTH_SHARING:
-        spans = [slice(H * i // THREADS, H * (i + 1) // THREADS) for i in range(THREADS)]
-        share(lambda i: attend(spans[i], slice(None)), THREADS)
+    if T > queries:
+        chunks = [slice(start, start + queries) for start in range(0, T, queries)]
+        share(lambda i: attend(slice(None), chunks[i]), len(chunks))
     else:
-        # A long prompt's linear layers have just woken BLAS's threads, which are still spinning on the other cores.
-        for start in range(0, T, queries):
-            attend(slice(None), slice(start, start + queries))
+        n = THREADS if keys.size + values.size >= WORTH_SHARING else 1
+        spans = [slice(H * i // n, H * (i + 1) // n) for i in range(n)]
+        share(lambda i: attend(spans[i], slice(None)), n)
     return heads[:, :T]
 
 

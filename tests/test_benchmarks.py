@@ -11,7 +11,7 @@ import pytest
 
 import minigen
 from benchmarks import all as all_benchmarks
-from benchmarks import harness
+from benchmarks import harness, speculative
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +119,42 @@ def test_checkpoints_are_found_on_disk_or_made(tmp_path):
     options = argparse.Namespace(model="no/such", shape=None, quick=True)
     with pytest.raises(OSError):
         harness.checkpoint_of(options, tmp_path)
+
+
+def test_rows_with_other_keys_make_another_table(capsys):
+    rows = [{"a": 1, "b": 2.5}, {"a": 3, "b": 4.5}, {"c": "x"}]
+    harness.report("two tables", rows, argparse.Namespace(json=None))
+    assert capsys.readouterr().out.splitlines()[2:] == ["a      b", "1  2.500", "3  4.500", "", "c", "x"]
+
+
+def test_speculation_is_given_the_drafts_that_the_acceptance_says():
+    right = np.array([True, True, False, True, False, False, True])
+    # In brackets what the target adds to the drafts it accepts.
+    assert speculative.n_rounds(right, 3) == 4  # T T [F], T [F], [F], T
+    assert speculative.n_rounds(right, 1) == 5  # T [T], [F], T [F], [F], T
+    for acceptance, k in ((0.5, 1), (0.7, 4), (0.9, 8)):
+        right = speculative.cast_lots(acceptance, k, 96)
+        tokens = len(right) / speculative.n_rounds(right, k)
+        assert tokens == pytest.approx((1 - acceptance ** (k + 1)) / (1 - acceptance), rel=0.03)
+    assert speculative.mean_tokens(1.0, 4) == 5
+
+
+def test_a_scripted_pair_accepts_what_was_ordered():
+    target, draft = speculative.scripted("fairytale", 0), speculative.scripted("distilfairytale", 0)
+    tokenizer = minigen.load("fairytale")[1]
+    text = speculative.random_ids(target.config, speculative.PROMPT + 12)
+    right = np.array([True, False, True, True, True, True, False, False, True, True, True, True])
+    other = np.where(right, text[speculative.PROMPT :], np.roll(text[speculative.PROMPT :], 1))
+    draft.script = text[: speculative.PROMPT] + other.tolist()
+    (done,) = speculative.follow(target, tokenizer, text, draft_model=(draft, tokenizer), num_draft_tokens=3)
+    assert done.speculation.target_passes == speculative.n_rounds(right, 3)
+
+
+@pytest.mark.parametrize("options", [["--acceptance", "0.5,2"], ["--acceptance", "much"], ["--models", "gpt2,gpt5"]])
+def test_speculation_refuses_what_it_cannot_measure(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speculative", *options])
+    with pytest.raises(SystemExit) as stop:
+        speculative.main()
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert options[1].split(",")[-1] in err and err.count("\n") == 1
