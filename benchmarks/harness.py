@@ -20,8 +20,8 @@ import minigen
 # No benchmark downloads anything; the hub's client reads this when it is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
-# OpenBLAS's threads go on spinning after their work is done, for 0.12 s as measured on two cores, where minigen could not
-# tell them not to (see its __init__). What uses other threads is measured so many seconds after what used theirs.
+# OpenBLAS's threads go on spinning after their work, for 0.12 s as measured on two cores, where minigen could not tell
+# them otherwise (see its __init__). What uses other threads is measured so many seconds after what used theirs.
 PAUSE = 0.2
 # What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
 SHAPES = {

@@ -17,8 +17,8 @@ from minigen.threads import THREADS, share
 
 # Values that a core's cache holds several times over.
 PIECE = 2**16
-# Weights, or keys, from which it pays to wake a second thread, which takes 40 microseconds.
-WORTH_SHARING = 2**19
+# Weights, or keys and values, from which it pays to wake a second thread, which takes 40 microseconds.
+WORTH_SHARING = 2**20
 # Keys that attention multiplies at a time.
 KEYS = 64
 # OpenBLAS does not pack a product of up to so many multiplications; see `linear`.
@@ -134,6 +134,8 @@ def _scores(q, keys):
     """q: [B, H, T, D], keys: [B, H, S, D] -> q @ k.T, [B, H, T, S], in products that are not packed: see `linear`."""
     B, H, T, D = q.shape
     S = keys.shape[2]
+    if T == 1:
+        return q @ keys.swapaxes(2, 3)
     cut = S - S % KEYS
     scores = np.empty((B, H, T, S), np.float32)
     blocks = keys[:, :, :cut].reshape(B, H, -1, KEYS, D)  # [B, H, S, D] -> [B, H, n_blocks, KEYS, D]
@@ -151,9 +153,7 @@ def attention(q, keys, values, scale, mask=None):
     """
     B, H, T, D = q.shape
     S = keys.shape[2]
-    if T == 1:
-        q = q.repeat(2, axis=2)  # a single query would go to gemv, for which BLAS wakes its own threads: see `linear`
-    heads = np.empty((B, q.shape[2], H, D), np.float32)
+    heads = np.empty((B, T, H, D), np.float32)
 
     def attend(span, chunk):
         """For a span of heads and a chunk of queries."""
@@ -175,7 +175,7 @@ def attention(q, keys, values, scale, mask=None):
         n = THREADS if keys.size + values.size >= WORTH_SHARING else 1
         spans = [slice(H * i // n, H * (i + 1) // n) for i in range(n)]
         share(lambda i: attend(spans[i], slice(None)), n)
-    return heads[:, :T]
+    return heads
 
 
 # ---------------------------------------------------------------------------------------- linear layers
@@ -215,7 +215,8 @@ def _by_blocks(x, blocks):
     """x: [rows, n_in], blocks: [n_blocks, n_in, width] -> [rows, n_blocks * width], in products that are not packed."""
     n_blocks, n_in, width = blocks.shape
     n_chunks = -(-len(x) // max(2, min(16, SMALL_PRODUCT // (n_in * width))))
-    chunk = max(2, -(-len(x) // n_chunks))  # a single row would go to gemv, for which BLAS wakes its own threads
+    # A block with a single row would go to gemv, for which BLAS wakes its own threads: once for each block.
+    chunk = max(2, -(-len(x) // n_chunks))
     chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
     chunks[: len(x)] = x
     chunks = chunks.reshape(n_chunks, chunk, n_in)
@@ -273,31 +274,31 @@ def linear(x, weight, bias=None):
     x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out].
 
     A product with few rows is bound by reading the weight from memory: one row and eight could take the same time. They
-    do not, because from two rows on BLAS packs the weight first, copying all of it into the order that its inner loop
-    likes. With hundreds of rows that is nothing, with four it takes three times as long as the product. But OpenBLAS
-    leaves small products unpacked (up to `SMALL_PRODUCT` multiplications, on processors with AVX-512), so the weight is
-    cut into blocks of 16 to 64 columns, each small enough with 8 to 16 rows, and the threads share the blocks out.
-    NumPy lets go of Python's lock during a product, so plain Python threads will do.
+    do not, because for one row BLAS streams through the weight, but from two rows on it first packs it, copying all of
+    it into the order that its inner loop likes. With hundreds of rows that is nothing, with four it takes three times
+    as long as the product. But OpenBLAS leaves small products unpacked (up to `SMALL_PRODUCT` multiplications, on
+    processors with AVX-512), so the weight is cut into blocks of 16 to 64 columns, each small enough with 8 to 16 rows,
+    and the threads share the blocks out. NumPy lets go of Python's lock during a product, so plain Python threads do.
+    From `MANY_ROWS` rows on packing pays, and BLAS gets the whole weight again.
 
-    Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians:
+    Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "plain" is
+    `x @ weight`, but for 2 to 4 rows as single products; the columns of "blocks" in order "rows" beyond `MANY_ROWS` show
+    what is avoided:
 
                      rows     1     2     4     5     8    16    24    31    48    64
-        768 x 3,072  plain  0.33  1.20  1.28  1.32  1.34  1.67  1.79  2.11  2.44  2.37
-                     blocks 0.54  0.51  0.63  0.66  0.76  0.94  1.62  1.87  2.52  3.22
-        3,072 x 768  plain  0.44  1.09  1.12  1.30  1.16  1.39  1.73  1.99  2.12  2.59
-                     blocks 0.42  0.47  0.45  0.58  0.65  1.17  1.50  2.21  3.22  4.15
-        768 x 50,257 plain   5.1  16.6  16.9  18.6  19.3  17.3  23.1  28.3  31.5  34.8
-                     blocks  6.7   8.6   8.2   9.3  10.8  15.0  25.8  30.5  45.6  68.1
+        768 x 3,072  plain  0.36  0.66  1.07  1.44  1.39  1.51  1.77  2.15  2.43  2.59
+                     blocks    -  0.54  0.65  0.69  0.78  1.08  1.59  2.03  2.66  3.89
+        3,072 x 768  plain  0.46  0.76  1.25  1.34  1.22  1.51  1.71  2.10  2.22  2.40
+                     blocks    -  0.46  0.47  0.61  0.80  1.16  1.46  2.31  3.07  4.13
+        768 x 50,257 plain   5.1   9.6  19.2  18.1  17.7  19.6  24.0  28.4  32.0  34.9
+                     blocks    -   6.7   8.4   9.6  10.8  15.8  26.1  30.6  46.9  60.5
 
-    Hence `MANY_ROWS`: from there on the whole weight goes to BLAS at once. Single rows go the same way as others, as
-    two equal ones, although BLAS alone can be quicker (a step of the 124M shape 22 ms instead of 26): its threads go on
-    spinning for a tenth of a second after each product, which takes the cores from everything else, and where another
-    process needs one of two cores they wait for each other instead of working (the same step 400 ms instead of 49).
+    Which order of memory is faster, or that blocks are of no use here, `lay_out` has found out by measuring.
     """
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
     if weight.blocks is None and len(rows) < FEW_ROWS:
         y = (rows[:, None] @ weight.whole)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, n_out]
-    elif weight.blocks is None or (weight.whole is not None and len(rows) >= MANY_ROWS):
+    elif weight.blocks is None or (weight.whole is not None and not 1 < len(rows) < MANY_ROWS):
         y = rows @ weight.whole
     else:
         y = _by_blocks(rows, weight.blocks)[:, : weight.n_out]

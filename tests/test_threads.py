@@ -127,7 +127,7 @@ def test_the_number_of_threads(environment, expected):
 START = "import threading, minigen; assert threading.active_count() == 1;"
 RUN = (
     "import numpy as np; from minigen import ops, threads; threads.THREADS = ops.THREADS = 2;"
-    "w = np.arange(600_000, dtype=np.float32).reshape(600, 1000) % 7; x = np.ones((5, 600), np.float32);"
+    "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
     "weight = ops.lay_out(w, 'rows');"
     "right = lambda: np.array_equal(ops.linear(x, weight), x @ w);"  # small whole numbers: exact in any order
 )
@@ -163,7 +163,7 @@ print(os.waitpid(child, 0)[1], right())
 @pytest.mark.parametrize("order", ["rows", "columns"])
 def test_linear_on_several_threads_is_the_same_product(three_threads, order):
     rng = np.random.default_rng(0)
-    matrix = rng.standard_normal((768, 1003)).astype(np.float32)
+    matrix = rng.standard_normal((768, 1403)).astype(np.float32)
     weight = lay_out(matrix, order)
     for n_rows in (1, 2, 5, 16, 17, 31):
         x = rng.standard_normal((n_rows, 768)).astype(np.float32)
@@ -172,14 +172,14 @@ def test_linear_on_several_threads_is_the_same_product(three_threads, order):
 
 def test_two_threads_may_use_one_weight_at_once(three_threads):
     rng = np.random.default_rng(0)
-    matrix = rng.integers(-3, 4, (256, 2050)).astype(np.float32)  # exact in any order
+    matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
     weight = lay_out(matrix, "rows")
     wrong = []
 
     def run(seed):
         own = np.random.default_rng(seed)
-        for _ in range(100):
-            x = own.integers(-3, 4, (own.integers(1, 12), 256)).astype(np.float32)
+        for _ in range(50):
+            x = own.integers(-3, 4, (own.integers(1, 12), 512)).astype(np.float32)
             if not np.array_equal(linear(x, weight), x @ matrix):
                 wrong.append(seed)
 
