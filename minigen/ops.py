@@ -282,8 +282,7 @@ def linear(x, weight, bias=None):
     From `MANY_ROWS` rows on packing pays, and BLAS gets the whole weight again.
 
     Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "plain" is
-    `x @ weight`, but for 2 to 4 rows as single products; the columns of "blocks" in order "rows" beyond `MANY_ROWS` show
-    what is avoided:
+    `x @ weight`, or single products for 2 to 4 rows; the figures of "blocks" beyond `MANY_ROWS` show what is avoided:
 
                      rows     1     2     4     5     8    16    24    31    48    64
         768 x 3,072  plain  0.36  0.66  1.07  1.44  1.39  1.51  1.77  2.15  2.43  2.59
