@@ -194,7 +194,8 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
     while True:
         if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
             prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache)
-            drafter.read(row.context)
+            if config.max_tokens - row.n_generated > 1:  # for a single token nothing is drafted
+                drafter.read(row.context)
         stopwatch.lap(cache)
         # A round may give one token more than it drafts, and must overrun neither budget nor context.
         k = min(

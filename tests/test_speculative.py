@@ -1137,6 +1137,13 @@ def test_a_prompt_that_fills_the_context():
         assert done.token_ids == [int(model.forward([[1, 2] * 6])[0].argmax())]
 
 
+def test_a_single_token_costs_the_draft_nothing():
+    model, draft, letters = tiny_model(8), tiny_model(9), Letters(61)
+    draft.forward = None  # a call would raise TypeError
+    done = generate_one(model, letters, [1, 2, 3], draft_model=(draft, letters), temperature=0, max_tokens=1)
+    assert done.token_ids == [int(model.forward([[1, 2, 3]])[0].argmax())]
+
+
 def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     model, letters = tiny_model(8, n_positions=40), Letters(61)
     short = GPT2(
