@@ -37,7 +37,7 @@ def random_ids(config, *shape):
 def cache_at(model, depth, more, batch=1):
     """A cache whose rows all hold the same `depth` tokens, with room for `more`."""
     ids, cache = random_ids(model.config, 1, depth), model.new_cache(capacity=depth + more)
-    for start in range(0, depth, 16):  # few enough at a time that BLAS's threads are left asleep
+    for start in range(0, depth, 16):  # few enough at a time for minigen's own threads
         model.forward(ids[:, start : min(start + 16, depth)], cache)
     cache.select([0] * batch)
     return cache
@@ -187,7 +187,7 @@ def main():
     arguments = parser(__doc__.splitlines()[0], repetitions=10, model=True, plot=True).parse_args()
     repetitions, steps = (2, 4) if arguments.quick else (arguments.repetitions, 16)
     model = model_of(arguments)
-    # Prompts apart from the rest, because they wake BLAS's threads, which a pass over few rows leaves asleep.
+    # Prompts apart from the rest, because BLAS's threads may go on spinning after them.
     prompts = measure_prompts(model, arguments.quick, repetitions)
     by_depth = measure_steps(model, steps, arguments.quick, repetitions)
     by_rows = measure_rows(model, repetitions)

@@ -144,7 +144,7 @@ def measure_saved_prompt(model, tokenizer, quick, repetitions):
         def first_token(name, cache):
             if name == "saving":
                 file.unlink(missing_ok=True)
-            time.sleep(0 if quick else PAUSE)  # each of these wakes BLAS's threads, and the last one needs minigen's
+            time.sleep(0 if quick else PAUSE)  # for BLAS's threads to come to rest
             start = time.perf_counter()
             (done,) = minigen.generate(model, tokenizer, [ids], cache=cache, max_tokens=1, temperature=0)
             seconds = time.perf_counter() - start

@@ -5,9 +5,10 @@ One set of capitals names the dimensions here and in every shape comment of the 
     B rows · T new tokens in this call · S slots attended to · C cache capacity · E n_embd · H heads · D head size ·
     L layers · V vocabulary · W window
 
-Parameters keep the names and shapes of the checkpoint's file (wte.weight, h.0.attn.c_attn.weight ...), so that each
-can be found here by its name. The architecture is that of Radford et al. 2019, "Language Models are Unsupervised
-Multitask Learners": learned positions, layer norm before each half of a block, and one last layer norm.
+Parameters keep the names of the checkpoint's file (wte.weight, h.0.attn.c_attn.weight ...), so that each can be found
+here by its name; matrices are stored as `ops.lay_out` likes them. The architecture is that of Radford et al. 2019,
+"Language Models are Unsupervised Multitask Learners": learned positions, layer norm before each half of a block, and
+one last layer norm.
 """
 
 import math
@@ -118,7 +119,8 @@ class GPT2Config:
 class GPT2:
     """A configuration and its parameters. It holds no state of a run: several caches can share one model.
 
-    params: float32 arrays by checkpoint name, of the shapes `config.parameter_shapes()` gives.
+    params: float32 arrays by checkpoint name, of the shapes `config.parameter_shapes()` gives: a dict, or an iterable
+    of pairs, which need not be in memory all at once. `self.params` has each matrix as an `ops.Weight`.
     """
 
     def __init__(self, config, params):

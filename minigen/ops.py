@@ -1,7 +1,7 @@
 """The arithmetic of a GPT-2 layer: activations, softmax, layer norm, attention, linear.
 
-Every function takes and returns float32 arrays of any leading shape and works on the last axis. None of them knows
-what a token, a cache or a checkpoint is.
+Arrays are float32, and what works on the last axis takes any leading shape. None of these functions knows a cache or a
+checkpoint. The capitals in shapes are defined in model.py; what it means that BLAS packs a matrix, in `linear`.
 """
 
 import math
@@ -25,8 +25,8 @@ KEYS = 64
 SMALL_PRODUCT = 1_000_000
 # From so many rows on, packing pays; see `linear`.
 MANY_ROWS = 32
-# Without blocks, fewer rows than these are quicker as single products: 2 rows of 768 x 50,257 take 14 ms so and 30 at
-# once, 3 rows 23 and 30, 4 rows 30 and 32.
+# Without blocks, fewer rows than these are quicker as single products: on a Sapphire Rapids 2 rows of 768 x 50,257 take
+# 14 ms so and 30 at once, 3 rows 23 and 30, 4 rows 30 and 32.
 FEW_ROWS = 5
 
 
@@ -135,7 +135,7 @@ def _scores(q, keys):
     B, H, T, D = q.shape
     S = keys.shape[2]
     if T == 1:
-        return q @ keys.swapaxes(2, 3)
+        return q @ keys.swapaxes(2, 3)  # gemv, which never packs
     cut = S - S % KEYS
     scores = np.empty((B, H, T, S), np.float32)
     blocks = keys[:, :, :cut].reshape(B, H, -1, KEYS, D)  # [B, H, S, D] -> [B, H, n_blocks, KEYS, D]
@@ -158,7 +158,7 @@ def attention(q, keys, values, scale, mask=None):
     def attend(span, chunk):
         """For a span of heads and a chunk of queries."""
         seen = None if mask is None else mask[:, :, chunk]
-        # What lies beyond `used` is in the future of all these queries.
+        # None of these queries sees a key beyond `used`; in a long prompt, all later ones.
         used = S if mask is None else np.flatnonzero(seen.any(axis=(0, 1, 2)))[-1] + 1
         scores = _scores(q[:, span, chunk] * scale, keys[:, span, :used])
         if mask is not None:
@@ -190,14 +190,18 @@ class Weight(NamedTuple):
 
 
 def _cut(weight, order):
-    """Copy a matrix into blocks. Through memory runs, in order "rows", each column of a block, else each row."""
+    """Copy a matrix into blocks of columns.
+
+    In order "rows" all n_in weights of an output lie together, as the rows of [out, in] do, which is how other
+    libraries store it; in order "columns" the block's weights of one input, as in GPT-2's files.
+    """
     n_in, n_out = weight.shape
     width = next((width for width in (64, 32) if width * n_in * 8 <= SMALL_PRODUCT), 16)
     n_blocks = -(-n_out // width)
     if order == "rows":
-        rows = np.empty((n_blocks * width, n_in), np.float32)  # what other libraries store as [out, in]
-        blocks = rows.reshape(n_blocks, width, n_in).swapaxes(1, 2)  # [n_out, n_in] -> [n_blocks, n_in, width]
-        whole = rows[:n_out].T
+        transposed = np.empty((n_blocks * width, n_in), np.float32)
+        blocks = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2)  # [n_out, n_in] -> [n_blocks, n_in, width]
+        whole = transposed[:n_out].T
     else:
         blocks = np.empty((n_blocks, n_in, width), np.float32)
         whole = None
@@ -261,15 +265,15 @@ def _order():
 def lay_out(weight, order=None):
     """Store a matrix [n_in, n_out], whatever its order in memory, as a `Weight`; a copy, but for order "plain".
 
-    order: "rows", "columns" or "plain"; None for the fastest here, which the first call finds out in 0.1 s. Raises
-    ValueError where the environment variable MINIGEN_LINEAR holds anything else.
+    order: "rows", "columns" or "plain"; None for what MINIGEN_LINEAR says, or for the fastest here, which the first
+    call finds out in 0.1 s. Raises ValueError where that environment variable holds none of the values it may.
     """
     order = order or _order()
     return Weight(weight.shape[1], None, weight) if order == "plain" else _cut(weight, order)
 
 
 def linear(x, weight, bias=None):
-    """x @ weight + bias, such that a few rows cost hardly more than one.
+    """x @ weight + bias, such that a few rows share the reading of the weight.
 
     x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out].
 
@@ -279,7 +283,10 @@ def linear(x, weight, bias=None):
     as long as the product. But OpenBLAS leaves small products unpacked (up to `SMALL_PRODUCT` multiplications, on
     processors with AVX-512), so the weight is cut into blocks of 16 to 64 columns, each small enough with 8 to 16 rows,
     and the threads share the blocks out. NumPy lets go of Python's lock during a product, so plain Python threads do.
-    From `MANY_ROWS` rows on packing pays, and BLAS gets the whole weight again.
+
+    So a single row goes to BLAS with the whole weight, 2 to 31 rows go through the blocks, and from `MANY_ROWS` on,
+    where packing pays, BLAS gets the whole weight again. In order "columns" there is no such view of it, and all go
+    through the blocks.
 
     Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "plain" is
     `x @ weight`, or single products for 2 to 4 rows; the figures of "blocks" beyond `MANY_ROWS` show what is avoided:

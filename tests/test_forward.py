@@ -163,7 +163,7 @@ def test_activations_leave_their_input_alone():
         assert (x == np.linspace(-3, 3, 50, dtype=np.float32)).all(), name
 
 
-@pytest.mark.parametrize("name", ["foo", "GELU", "", None, 3, *(reference.ACT.keys() - ACTIVATIONS.keys())])
+@pytest.mark.parametrize("name", ["foo", "GELU", "", None, 3, *sorted(reference.ACT.keys() - ACTIVATIONS.keys())])
 def test_an_unknown_activation_is_refused_by_name(name):
     with pytest.raises(ValueError, match=f"activation_function.*{name}"):
         GPT2Config.from_dict(tiny_config(activation_function=name))
