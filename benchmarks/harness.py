@@ -110,11 +110,6 @@ def gpt2_tokenizer():
     return minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", minigen.GPT2Config().vocab_size)
 
 
-def model_of(arguments):
-    """The `GPT2` that the options ask for, in memory."""
-    return model_and_tokenizer_of(arguments)[0]
-
-
 def model_and_tokenizer_of(arguments):
     """What `minigen.load` returns, for the model that the options ask for; random weights get GPT-2's vocabulary."""
     shape = shape_of(arguments)
@@ -122,6 +117,11 @@ def model_and_tokenizer_of(arguments):
         return minigen.load(arguments.model)
     config = minigen.GPT2Config(**SHAPES[shape])
     return minigen.GPT2(config, random_parameters(config)), gpt2_tokenizer()
+
+
+def model_of(arguments):
+    """The `GPT2` that the options ask for, in memory."""
+    return model_and_tokenizer_of(arguments)[0]
 
 
 def checkpoint_of(arguments, folder):

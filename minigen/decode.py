@@ -177,6 +177,44 @@ class Row:
     def n_generated(self):
         return len(self.ids) - self.n_prompt
 
+    def _shift(self):
+        """Drop the older half of what follows the first `keep` ids, and begin the context anew with the rest."""
+        kept, rest = self.context[: self._config.keep], self.context[self._config.keep :]
+        self.context = kept + rest[len(rest) - len(rest) // 2 :]
+
+    def _logprob(self, token, logits):
+        log_p = log_softmax(logits)
+        n_top = min(self._config.logprobs, len(log_p))
+        top = np.argpartition(-log_p, n_top - 1)[:n_top] if n_top else np.array([], int)
+        top = top[np.lexsort((top, -log_p[top]))]  # best first, of equals the lowest id
+        spell = self._tokenizer.decode
+        best = [(int(other), spell([other]), float(log_p[other])) for other in top]
+        return TokenLogprob(token, spell([token]), float(log_p[token]), best)
+
+    def _step(self, text, token, logprob, from_draft):
+        completion = None
+        if self.finish_reason and not self._stops.matched:
+            text += self._stops.push(self._utf8.flush())
+            if self._stops.matched:
+                self.finish_reason = "stop"
+            else:
+                text += self._stops.flush()
+        self._text.append(text)
+        if self.finish_reason:
+            completion = Completion(
+                text="".join(self._text),
+                token_ids=self.ids[self.n_prompt :],
+                prompt_index=self.prompt_index,
+                finish_reason=self.finish_reason,
+                stop_sequence=self._stops.matched,
+                logprobs=self.logprobs,
+                sum_logprob=self.sum_logprob,
+                score=self.score,
+                speculation=self.speculation,
+                timings=self._stopwatch.timings(self.n_prompt, self.n_generated),
+            )
+        return Step(text, token, logprob, self.index, from_draft, self.finish_reason, completion)
+
     def accept(self, token, logits=None, from_draft=False):
         """Append one token and return its `Step`; the one check for end-of-text, stop strings, budget and context.
 
@@ -208,44 +246,6 @@ class Row:
         """End the row without another token; its last `Step`."""
         self.finish_reason = finish_reason
         return self._step("", None, None, False)
-
-    def _shift(self):
-        """Drop the older half of what follows the first `keep` ids, and begin the context anew with the rest."""
-        kept, rest = self.context[: self._config.keep], self.context[self._config.keep :]
-        self.context = kept + rest[len(rest) - len(rest) // 2 :]
-
-    def _step(self, text, token, logprob, from_draft):
-        completion = None
-        if self.finish_reason and not self._stops.matched:
-            text += self._stops.push(self._utf8.flush())
-            if self._stops.matched:
-                self.finish_reason = "stop"
-            else:
-                text += self._stops.flush()
-        self._text.append(text)
-        if self.finish_reason:
-            completion = Completion(
-                text="".join(self._text),
-                token_ids=self.ids[self.n_prompt :],
-                prompt_index=self.prompt_index,
-                finish_reason=self.finish_reason,
-                stop_sequence=self._stops.matched,
-                logprobs=self.logprobs,
-                sum_logprob=self.sum_logprob,
-                score=self.score,
-                speculation=self.speculation,
-                timings=self._stopwatch.timings(self.n_prompt, self.n_generated),
-            )
-        return Step(text, token, logprob, self.index, from_draft, self.finish_reason, completion)
-
-    def _logprob(self, token, logits):
-        log_p = log_softmax(logits)
-        n_top = min(self._config.logprobs, len(log_p))
-        top = np.argpartition(-log_p, n_top - 1)[:n_top] if n_top else np.array([], int)
-        top = top[np.lexsort((top, -log_p[top]))]  # best first, of equals the lowest id
-        spell = self._tokenizer.decode
-        best = [(int(other), spell([other]), float(log_p[other])) for other in top]
-        return TokenLogprob(token, spell([token]), float(log_p[token]), best)
 
 
 def new_cache(model, contexts, config):

@@ -8,9 +8,9 @@ A file is in the safetensors format, n being the number of the prompt's ids:
 
     ids                  int64   [n]
     keys.0, values.0 ... float32 [H, n, D]   a pair for each layer, row 0 of the cache
-    metadata: format, version, model (see `fingerprint`), crc32 of all tensors in this order
+    metadata: format, version, model (see `fingerprint`), embeddings (see `_embeddings`), crc32 of all tensors in order
 
-Before any of it is trusted the checksum must be right and the fingerprint that of the model. The last known token is
+Before any of it is trusted the checksum must be right and the fingerprints those of the model. The last known token is
 run anew in any case, for the logits that follow it or along with the rest of the prompt, and its keys and values must
 come out as they were saved. That catches what a fingerprint of the small parameters cannot, such as a LoRA adapter
 merged into the matrices.
@@ -29,6 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
+
+from minigen.ops import embed
 
 FORMAT, VERSION = "minigen prompt cache", "1"
 # The config's fields on which no key or value depends.
@@ -67,6 +69,11 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
+def _embeddings(model, ids):
+    """A SHA-256, in hexadecimal, of the embeddings of a text's tokens: those of its earlier ones are not run anew."""
+    return hashlib.sha256(embed(np.asarray(ids), model.params["wte.weight"]).tobytes()).hexdigest()
+
+
 def _common_length(a, b):
     """How many ids two texts have in common at their beginning."""
     different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
@@ -96,6 +103,10 @@ def _read(path, model, cache, ids):
 
         n = math.prod(file.get_slice("ids").get_shape())
         saved_ids = _tensor(file, path, "ids", "I64", [n])
+        if not ((saved_ids >= 0) & (saved_ids < config.vocab_size)).all():
+            raise _refusal(path, "is damaged: it holds ids outside the vocabulary")
+        if metadata.get("embeddings") != _embeddings(model, saved_ids):
+            raise _refusal(path, "was made with other weights: its tokens have other embeddings")
         checksum = zlib.crc32(saved_ids)
         known = _common_length(saved_ids.tolist(), ids)
         plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
@@ -119,27 +130,28 @@ def restore(path, model, cache, ids):
     """Fill an empty cache of one row with what a file knows of a prompt, and return `Restored`.
 
     ids: the prompt's. Where there is no file yet, nothing is known. Raises OSError where the path cannot be read, or
-    could not be written afterwards, and ValueError for a file of another model or format or a damaged one; the cache
-    is then of no further use.
+    its folder not be written to though that will be needed, and ValueError for a file of another model or format or a
+    damaged one; the cache is then of no further use.
     """
     path = Path(path)
+    restored = Restored(0, [])
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not an ordinary file")
         path.open("rb").close()  # Python's errors are clearer than the library's
+        restored = _read(path, model, cache, ids)
     except FileNotFoundError:
-        if not os.access(path.parent, os.W_OK):
-            raise OSError(
-                f"cannot write the prompt cache {path}: {path.parent} is no folder that can be written to; "
-                "name another file"
-            ) from None
-        return Restored(0, [])
+        pass
     except OSError as error:
         raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
-    try:
-        return _read(path, model, cache, ids)
     except SafetensorError as error:
         raise _refusal(path, f"is damaged or not a safetensors file ({error})") from error
+    folder = Path(os.path.realpath(path)).parent  # where it is a link, the file is replaced and not the link
+    if restored.known < len(ids) and not os.access(folder, os.W_OK):
+        raise OSError(
+            f"cannot write the prompt cache {path}: {folder} is no folder that can be written to; name another file"
+        )
+    return restored
 
 
 def check_last(path, cache, restored):
@@ -169,13 +181,21 @@ def save(path, model, cache, ids):
     checksum = 0
     for tensor in tensors.values():
         checksum = zlib.crc32(tensor, checksum)
-    metadata = {"format": FORMAT, "version": VERSION, "model": fingerprint(model), "crc32": f"{checksum:08x}"}
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # two runs never write the same one
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": fingerprint(model),
+        "embeddings": _embeddings(model, ids),
+        "crc32": f"{checksum:08x}",
+    }
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # two runs never write the same one
     try:
         with temporary.open("xb") as file:
             file.write(to_safetensors(tensors, metadata))
             file.flush()
             os.fsync(file.fileno())  # or a crash soon afterwards could leave the new name without its bytes
+        if path.exists():
+            temporary.chmod(path.stat().st_mode)
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(f"cannot write the prompt cache {path}: {error.strerror or error}; name another file") from error

@@ -9,8 +9,9 @@ from queue import SimpleQueue
 def _number_of_threads():
     """What the user allows BLAS, or the cores this process may use."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        if os.environ.get(name, "").isdigit() and int(os.environ[name]) > 0:
-            return int(os.environ[name])
+        value = os.environ.get(name, "")
+        if value.isascii() and value.isdigit() and int(value) > 0:
+            return int(value)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -48,9 +49,10 @@ def share(task, n):
             task(piece)
         return
     if _jobs is None:
-        _jobs = SimpleQueue()
+        jobs = SimpleQueue()
         for _ in range(THREADS - 1):
-            threading.Thread(target=_serve, args=(_jobs,), name="minigen", daemon=True).start()
+            threading.Thread(target=_serve, args=(jobs,), name="minigen", daemon=True).start()
+        _jobs = jobs  # only now: without workers behind it, what is put there would be kept for ever
     pieces, finished = deque(range(n)), SimpleQueue()
 
     def work():

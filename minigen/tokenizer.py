@@ -217,6 +217,11 @@ class StopMatcher:
         self.matched = None
         self._held = ""
 
+    @staticmethod
+    def _overlap(text, stop):
+        """Length of the longest end of `text` that is a beginning of `stop`."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
     def push(self, text):
         """The text that may be shown now; nothing once `matched` is set."""
         if self.matched:
@@ -235,8 +240,3 @@ class StopMatcher:
         """The text that was held back, now that nothing follows."""
         text, self._held = self._held, ""
         return text
-
-    @staticmethod
-    def _overlap(text, stop):
-        """Length of the longest end of `text` that is a beginning of `stop`."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

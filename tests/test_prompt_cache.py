@@ -262,7 +262,7 @@ def test_the_file_holds_the_prompts_keys_and_values_and_nothing_else(tok, file, 
     assert set(tensors) == {"ids"} | {f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(L)}
     assert (tensors["ids"].dtype, tensors["ids"].tolist()) == (np.int64, ids)
     assert all(tensor.shape == (H, 13, D) for name, tensor in tensors.items() if name != "ids")
-    assert set(header["__metadata__"]) == {"format", "version", "model", "crc32"}
+    assert set(header["__metadata__"]) == {"format", "version", "model", "embeddings", "crc32"}
     # Those of the first layer, from the formula.
     p = {name: value.astype(float) for name, value in t.params.items()}
     x = layer_norm(p["wte.weight"][ids] + p["wpe.weight"][:13], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"], 1e-5)
@@ -396,13 +396,28 @@ def test_an_adapter_merged_into_the_matrices_is_seen(tok, file, name, prompt):
 def test_other_embeddings_are_seen(tok, file):
     t = tiny()
     saved(t, tok, file, FIRST)
-    params = t.params | {"wte.weight": t.params["wte.weight"] * np.float32(1.05)}
-    other = Tiny(t.config, params, GPT2(t.model.config, params))
-    assert_refused(other, tok, file, FIRST, "other weights")
-    # Where nothing is taken over, nothing can be wrong.
-    prompt = SECOND["nothing shared"][0]
-    cold, warm = (generate(other.model, tok, [prompt], cache=f, max_tokens=9, seed=0) for f in (None, file))
-    assert outcome(warm) == outcome(cold) and ids_in(file) == prompt
+    for tokens in (slice(None), FIRST[0], FIRST[-1]):  # all of them, and the first or the last of the text alone
+        wte = t.params["wte.weight"].copy()
+        wte[tokens] *= np.float32(1.05)
+        params = t.params | {"wte.weight": wte}
+        other = Tiny(t.config, params, GPT2(t.model.config, params))
+        assert_refused(other, tok, file, FIRST, "other weights")
+        assert_refused(other, tok, file, [*FIRST, 1], "other weights")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file modes")
+def test_a_replaced_file_keeps_its_mode(tok, file):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    file.chmod(0o600)
+    saved(t, tok, file, [*FIRST, 1])
+    assert ids_in(file) == [*FIRST, 1] and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_name_as_long_as_names_can_be_is_written(tok, tmp_path):
+    file = tmp_path / ("n" * 250)
+    saved(tiny(), tok, file, FIRST)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_rounding_is_no_other_model(file):
@@ -477,6 +492,7 @@ def swap(header):
         (lambda header: header.pop("__metadata__"), "holds no prompt"),
         (lambda header: header["__metadata__"].update(model="0" * 64), "another model"),
         (lambda header: header["__metadata__"].pop("model"), "another model"),
+        (lambda header: header["__metadata__"].pop("embeddings"), "other weights"),
         (lambda header: header["__metadata__"].update(crc32="00000000"), "checksum"),
         (lambda header: header["__metadata__"].pop("crc32"), "checksum"),
         (swap, "checksum"),

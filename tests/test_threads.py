@@ -99,6 +99,20 @@ def test_an_error_is_raised_after_all_tasks_have_ended(three_threads, where):
     threads.share(done.append, 3)  # and the workers live on
 
 
+def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_threads, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            threads.share(lambda i: None, 3)
+    assert threads._jobs is None
+    done = []
+    threads.share(done.append, 3)
+    assert sorted(done) == [0, 1, 2]
+
+
 def test_a_task_may_share_in_turn(three_threads):
     done = []
     threads.share(lambda i: threads.share(lambda j: done.append((i, j)), 3), 4)
@@ -114,6 +128,7 @@ def test_a_task_may_share_in_turn(three_threads):
         ({"OPENBLAS_NUM_THREADS": "100"}, 8),
         ({"OPENBLAS_NUM_THREADS": "0"}, None),
         ({"OPENBLAS_NUM_THREADS": "many"}, None),
+        ({"OPENBLAS_NUM_THREADS": "²"}, None),
         ({}, None),
     ],
     ids=str,
