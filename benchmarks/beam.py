@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from benchmarks.harness import PAUSE, measure, model_and_tokenizer_of, name_of, parser, report
+from benchmarks.harness import PAUSE, columns, measure, model_and_tokenizer_of, name_of, parser, report
 from minigen import KVCache, generate
 
 PROMPT = 128
@@ -88,7 +88,7 @@ def main():
         rows.append(
             {
                 "step": name,
-                **{f"ms {statistic}": value for statistic, value in timing._asdict().items()},
+                **columns(timing),
                 "ratio": timing.median / timings["greedy"].median,
                 "target": TARGETS.get(name, "-"),
                 "% reordering": 100 * select / step,

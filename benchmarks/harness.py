@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from contextlib import contextmanager
 from itertools import groupby
@@ -50,13 +51,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def count(text):
+    """The type of `--repetitions`."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def output(name):
+    """The type of a file to write: refuses before anything is measured what could not be written afterwards."""
+    if not os.access(Path(name).parent, os.W_OK) or Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"{name} cannot be written: name a file in a folder that is there")
+    return name
+
+
 def picture(name):
     """The type of `--plot`: refuses before anything is measured what could not be drawn afterwards."""
     if Path(name).suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{name} ends neither in .png nor in .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'minigen[bench]'")
-    return name
+    return output(name)
 
 
 def parser(description, repetitions=30, model=False, plot=False):
@@ -64,10 +79,12 @@ def parser(description, repetitions=30, model=False, plot=False):
     arguments = Parser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    arguments.add_argument("--repetitions", type=int, default=repetitions, metavar="N", help="timed calls of each case")
+    arguments.add_argument(
+        "--repetitions", type=count, default=repetitions, metavar="N", help="timed calls of each case"
+    )
     quick = "the bundled model and few repetitions" if model else "few repetitions"
     arguments.add_argument("--quick", action="store_true", help=f"{quick}: shows that it runs, not how fast")
-    arguments.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    arguments.add_argument("--json", type=output, metavar="FILE", help="also write the figures to this file")
     if plot:
         arguments.add_argument("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
     if model:
@@ -106,6 +123,12 @@ def random_parameters(config):
             yield name, values
 
 
+def refuse(sentence):
+    """End with one sentence on stderr, as `Parser` does."""
+    print(sentence, file=sys.stderr)
+    sys.exit(2)
+
+
 def gpt2_tokenizer():
     return minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", minigen.GPT2Config().vocab_size)
 
@@ -114,7 +137,10 @@ def model_and_tokenizer_of(arguments):
     """What `minigen.load` returns, for the model that the options ask for; random weights get GPT-2's vocabulary."""
     shape = shape_of(arguments)
     if shape is None:
-        return minigen.load(arguments.model)
+        try:
+            return minigen.load(arguments.model)
+        except (OSError, ValueError) as error:
+            refuse(error)
     config = minigen.GPT2Config(**SHAPES[shape])
     return minigen.GPT2(config, random_parameters(config)), gpt2_tokenizer()
 
@@ -125,10 +151,7 @@ def model_of(arguments):
 
 
 def checkpoint_of(arguments, folder):
-    """The folder of the checkpoint that the options ask for: the model's own, or `folder`, filled with random weights.
-
-    Raises OSError where a hub id is not in the local cache.
-    """
+    """The folder of the checkpoint that the options ask for; random weights are written into `folder`."""
     shape = shape_of(arguments)
     if shape is None:
         name = arguments.model or "fairytale"
@@ -139,7 +162,10 @@ def checkpoint_of(arguments, folder):
 
         if name in SHAPES:
             name = f"{'distilbert' if name == 'distilgpt2' else 'openai-community'}/{name}"
-        return Path(snapshot_download(name))
+        try:
+            return Path(snapshot_download(name))
+        except (OSError, ValueError):
+            refuse(f"{name} is neither a checkpoint's folder nor in the hub's local cache: nothing is downloaded here")
     config = minigen.GPT2Config(**SHAPES[shape])
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
     (folder / "config.json").write_text(json.dumps(described))

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.engines import CONVERT, FIRST_TOKEN, Worker, missing, versions, vocabulary_of
-from benchmarks.harness import PAUSE, checkpoint_of, config_of, measure, name_of, parser, plot, report
+from benchmarks.harness import PAUSE, checkpoint_of, columns, config_of, measure, name_of, parser, plot, report
 from minigen import Tokenizer
 
 TEXT = "Once upon a time, there was a"
@@ -68,7 +68,7 @@ def rows_of(case, timings, agreement):
         {
             "case": case,
             "engine": name,
-            **{f"ms {statistic}": value for statistic, value in timing._asdict().items()},
+            **columns(timing),
             "ratio": ours / timing.median,
             "agreement": "-" if name == "minigen" else agreement[name],
         }

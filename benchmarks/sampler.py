@@ -7,7 +7,7 @@
 
 import numpy as np
 
-from benchmarks.harness import measure, parser, report
+from benchmarks.harness import columns, measure, parser, report
 from minigen import History, SamplingConfig, draw, probs
 
 V = 50257
@@ -101,7 +101,7 @@ def main():
                 tensor = torch.from_numpy(logits)
                 calls["transformers"] = lambda peer=peer, tensor=tensor: peer(tensor)
             timings = measure(calls, repetitions)
-            row = {"logits": shape, "filters": name, **{f"ms {k}": v for k, v in timings["minigen"]._asdict().items()}}
+            row = {"logits": shape, "filters": name, **columns(timings["minigen"])}
             row["kept"] = int(np.count_nonzero(probs(logits, history, config)))
             if peer:
                 row["ms transformers"] = timings["transformers"].median

@@ -30,7 +30,7 @@ import time
 
 import numpy as np
 
-from benchmarks.harness import PAUSE, SHAPES, gpt2_tokenizer, measure, parser, plot, random_parameters, report
+from benchmarks.harness import PAUSE, SHAPES, columns, gpt2_tokenizer, measure, parser, plot, random_parameters, report
 from minigen import GPT2, GPT2Config, History, SamplingConfig, draw, generate, load, probs
 
 PROMPT = 128
@@ -203,7 +203,7 @@ def by_acceptance(name, target, draft, tokenizer, acceptances, new, repetitions)
         {
             "model": name,
             "pass": f"check {case}" if case in range(1, MOST + 1) else case,
-            **{f"ms {statistic}": value for statistic, value in timing._asdict().items()},
+            **columns(timing),
             "steps": ratio[case],
         }
         for case, timing in costs.items()

@@ -21,8 +21,11 @@ PIECE = 2**16
 WORTH_SHARING = 2**20
 # Keys that attention multiplies at a time.
 KEYS = 64
-# OpenBLAS does not pack a product of up to so many multiplications; see `linear`.
+# OpenBLAS does not pack a product of up to so many multiplications, and, in order "rows", of up to 1,200 results (its
+# kernel/x86_64/sgemm_small_kernel_permit_skylakex.c); see `linear`.
 SMALL_PRODUCT = 1_000_000
+# Rows, or queries, in such a product at most; 16 times the 64 columns of a block are 1,024 results.
+FEW = 16
 # From so many rows on, packing pays; see `linear`.
 MANY_ROWS = 32
 # Without blocks, fewer rows than these are quicker as single products: on a Sapphire Rapids 2 rows of 768 x 50,257 take
@@ -167,7 +170,7 @@ def attention(q, keys, values, scale, mask=None):
         np.matmul(softmax(scores), values[:, span, :used], out=heads.swapaxes(1, 2)[:, span, chunk])
 
     # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
-    queries = max(2, min(16, SMALL_PRODUCT // (D * S)))
+    queries = max(2, min(FEW, SMALL_PRODUCT // (D * S)))
     if T > queries:
         chunks = [slice(start, start + queries) for start in range(0, T, queries)]
         share(lambda i: attend(slice(None), chunks[i]), len(chunks))
@@ -196,7 +199,7 @@ def _cut(weight, order):
     libraries store it; in order "columns" the block's weights of one input, as in GPT-2's files.
     """
     n_in, n_out = weight.shape
-    width = next((width for width in (64, 32) if width * n_in * 8 <= SMALL_PRODUCT), 16)
+    width = next((width for width in (64, 32) if width * n_in * FEW // 2 <= SMALL_PRODUCT), 16)
     n_blocks = -(-n_out // width)
     if order == "rows":
         transposed = np.empty((n_blocks * width, n_in), np.float32)
@@ -218,7 +221,7 @@ def _cut(weight, order):
 def _by_blocks(x, blocks):
     """x: [rows, n_in], blocks: [n_blocks, n_in, width] -> [rows, n_blocks * width], in products that are not packed."""
     n_blocks, n_in, width = blocks.shape
-    n_chunks = -(-len(x) // max(2, min(16, SMALL_PRODUCT // (n_in * width))))
+    n_chunks = -(-len(x) // max(2, min(FEW, SMALL_PRODUCT // (n_in * width))))
     # A block with a single row would go to gemv, for which BLAS wakes its own threads: once for each block.
     chunk = max(2, -(-len(x) // n_chunks))
     chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
@@ -235,6 +238,7 @@ def _by_blocks(x, blocks):
         np.matmul(chunks, blocks[span, None], out=by_block[span])
 
     share(multiply, n_spans)
+    # [n_chunks, chunk, n_blocks, width] -> [rows, n_blocks * width]
     return y.reshape(n_chunks * chunk, n_blocks * width)[: len(x)]
 
 
@@ -242,7 +246,7 @@ def _by_blocks(x, blocks):
 def _order():
     """How matrices are stored on this machine: "rows", "columns" or "plain"; MINIGEN_LINEAR, or else measured once."""
     asked = os.environ.get("MINIGEN_LINEAR", "")
-    allowed = "plain (one call of BLAS), rows or columns (blocks, stored so), or blocks (the faster of these two)"
+    allowed = "plain (BLAS alone), rows or columns (blocks, stored so), or blocks (the faster of these two)"
     require(asked in ("", "plain", "rows", "columns", "blocks"), "MINIGEN_LINEAR", asked, allowed)
     if asked in ("plain", "rows", "columns"):
         return asked
@@ -258,7 +262,6 @@ def _order():
             call()
             seconds[order] = min(seconds[order], time.perf_counter() - start)
     # By a clear margin, so that a tie falls the same way in the next run: each order adds up in an order of its own.
-    # Where "columns" is the better one, as on a Zen 4, it takes six tenths of the time.
     best = "columns" if seconds["columns"] < 0.75 * seconds["rows"] else "rows"
     return "plain" if seconds["plain"] < 0.9 * seconds[best] and asked != "blocks" else best
 

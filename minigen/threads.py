@@ -40,7 +40,8 @@ def share(task, n):
 
     It pays where the tasks spend their time in NumPy functions that release Python's lock, as np.matmul does. The
     calling thread takes pieces itself and waits only for those that a worker has begun: if the other cores are busy
-    with something else, it simply does more. Any number of threads may call this at once. Raises what a task raised.
+    with something else, it simply does more. Any number of threads may call this at once. Raises what a task raised,
+    and OSError where no thread can be started.
     """
     global _jobs
     helpers = min(THREADS, n) - 1
@@ -51,7 +52,10 @@ def share(task, n):
     if _jobs is None:
         jobs = SimpleQueue()
         for _ in range(THREADS - 1):
-            threading.Thread(target=_serve, args=(jobs,), name="minigen", daemon=True).start()
+            try:
+                threading.Thread(target=_serve, args=(jobs,), name="minigen", daemon=True).start()
+            except RuntimeError as error:
+                raise OSError(f"{error}: set OPENBLAS_NUM_THREADS=1 to do without more threads") from error
         _jobs = jobs  # only now: without workers behind it, what is put there would be kept for ever
     pieces, finished = deque(range(n)), SimpleQueue()
 

@@ -113,12 +113,25 @@ def test_a_plot_is_written(tmp_path, suffix):
     assert (tmp_path / f"figure.{suffix}").stat().st_size > 1000
 
 
-def test_checkpoints_are_found_on_disk_or_made(tmp_path):
+def test_checkpoints_are_found_on_disk_or_made(tmp_path, capsys):
     options = argparse.Namespace(model="distilfairytale", shape=None, quick=True)
     assert harness.checkpoint_of(options, tmp_path) == harness.ROOT / "weights" / "distilfairytale"
     options = argparse.Namespace(model="no/such", shape=None, quick=True)
-    with pytest.raises(OSError):
-        harness.checkpoint_of(options, tmp_path)
+    for asked in (lambda: harness.checkpoint_of(options, tmp_path), lambda: harness.model_of(options)):
+        with pytest.raises(SystemExit) as exit:
+            asked()
+        assert exit.value.code == 2
+        error = capsys.readouterr().err
+        assert "no/such" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--repetitions", "0"], ["--repetitions", "x"], ["--json", "no/folder/x.json"]])
+def test_options_that_cannot_work_are_refused_before_anything_is_measured(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        harness.parser("").parse_args(arguments)
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert arguments[1] in error and error.count("\n") == 1
 
 
 def test_rows_with_other_keys_make_another_table(capsys):

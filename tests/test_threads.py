@@ -105,7 +105,7 @@ def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_th
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(OSError, match=r"can't start new thread.*OPENBLAS_NUM_THREADS=1"):
             threads.share(lambda i: None, 3)
     assert threads._jobs is None
     done = []
