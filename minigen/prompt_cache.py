@@ -117,8 +117,8 @@ def _read(path, model, cache, ids):
             pair = [_tensor(file, path, f"{kind}.{layer}", "F32", shape) for kind in ("keys", "values")]
             for tensor in pair:
                 checksum = zlib.crc32(tensor, checksum)
-            if known > 1:
-                cache.store(layer, plan, *(tensor[None, ..., : known - 1] for tensor in pair))  # -> [1, H, D, known - 1]
+            if known > 1:  # [H, D, n] -> [1, H, D, known - 1]
+                cache.store(layer, plan, *(tensor[None, ..., : known - 1] for tensor in pair))
             if known:
                 last.append(tuple(tensor[..., known - 1].copy() for tensor in pair))  # [H, D, n] -> [H, D]
         if metadata.get("crc32") != f"{checksum:08x}":
