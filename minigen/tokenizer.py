@@ -13,7 +13,7 @@ from pathlib import Path
 import tiktoken
 
 from minigen.checkpoint import read_json
-from minigen.checks import is_int
+from minigen.checks import is_int, shown
 
 # How GPT-2 cuts text into the pieces within which it merges: contractions, words, numbers, signs, white space; a
 # space belongs to the word after it.
@@ -46,27 +46,53 @@ def _blaming(path):
     """Turns whatever a malformed file causes into one ValueError that names the file."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {error!r}") from error
+        what = error if isinstance(error, ValueError) else shown(error)  # a KeyError's text is but the key
+        raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {what}") from error
 
 
 def _checked_ids(ids):
     """A mapping token -> id, after a look at its ids."""
     for token, id in ids.items():
         if not token or not is_int(id, 0):
-            raise ValueError(f"token {token!r} has the id {id!r}")
+            raise ValueError(f"token {shown(token)} has the id {shown(id)}")
     return ids
 
 
 def _checked_merges(pairs, vocab):
-    """Pairs of tokens from pairs or from "left right" lines, after a look at what they make."""
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
-    for left, right in merges:
+    """Pairs of tokens from pairs or from "left right" lines, after a look at what they make.
+
+    BPE merges pairs, tiktoken whatever two tokens together are the product of a merge. These are the same where each
+    product can be made of its own bytes, as all can that training writes: when the turn of its merge comes, its bytes
+    are then the two tokens of the pair, and no other two. So that is checked.
+    """
+    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in pairs]
+    turn_of = {pair: turn for turn, pair in enumerate(merges)}
+    made = {}  # token -> (the turn of the merge that makes it, its left part, its right part); bytes: no turn, no parts
+    for spelling in SPELLINGS.values():
+        made[spelling] = (-1, None, None)
+    for turn, (left, right) in enumerate(merges):
         if left + right not in vocab:
-            raise ValueError(f"a merge makes {left + right!r}, which is no token of the vocabulary")
-        _to_bytes(left + right)
+            raise ValueError(f"a merge makes {shown(left + right)}, which is no token of the vocabulary")
+        if left + right in made:
+            raise ValueError(f"two merges make the token {shown(left + right)}")
+        if not (left in made and right in made):
+            raise ValueError(f"the merge of {shown(left)} and {shown(right)} comes before those that make them")
+        made[left + right] = (turn, left, right)
+        # Does an earlier merge join the end of `left` to the beginning of `right`? Take apart what was made later.
+        a, b, before = left, right, turn
+        while True:
+            if turn_of.get((a, b), before) < before:
+                raise ValueError(f"the merge of {shown(left)} and {shown(right)} is never made: earlier ones split them")
+            (turn_a, _, end_of_a), (turn_b, start_of_b, _) = made[a], made[b]
+            if turn_a > turn_b:
+                a, before = end_of_a, turn_a
+            elif turn_b >= 0:
+                b, before = start_of_b, turn_b + 1  # of equals the left one is merged first, which may be across
+            else:
+                break
     return merges
 
 
@@ -79,7 +105,7 @@ def _read_bpe(folder):
         with _blaming(vocab_path):
             vocab = _checked_ids(read_json(vocab_path))
         with _blaming(merges_path):
-            lines = merges_path.read_text(encoding="utf-8").split("\n")  # read_text has made every line end a "\n"
+            lines = merges_path.read_text(encoding="utf-8-sig").split("\n")  # read_text has made every line end a "\n"
             if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
                 lines = lines[1:]
             merges = _checked_merges(filter(None, lines), vocab)
