@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from minigen.checks import shown
+from minigen.checks import cut, shown
 from minigen.model import GPT2Config
 
 DEFAULT_MODEL = "fairytale"
@@ -244,7 +244,7 @@ def _read_header(path):
             header_size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {cut(str(error))}") from error
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     header.pop("__metadata__", None)

@@ -6,10 +6,14 @@ from dataclasses import fields
 import numpy as np
 
 
-def shown(value):
-    """`repr` of a value for a sentence: of a long one the two ends."""
-    text = repr(value)
+def cut(text):
+    """A text for a sentence: of a long one the two ends."""
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
+
+
+def shown(value):
+    """`repr` of a value for a sentence."""
+    return cut(repr(value))
 
 
 def require(ok, name, value, allowed):

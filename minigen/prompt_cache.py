@@ -31,6 +31,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
+from minigen.checks import cut
 from minigen.ops import embed
 
 FORMAT, VERSION = "minigen prompt cache", "1"
@@ -147,7 +148,7 @@ def restore(path, model, cache, ids):
     except OSError as error:
         raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
     except SafetensorError as error:
-        raise _refusal(path, f"is damaged or not a safetensors file ({error})") from error
+        raise _refusal(path, f"is damaged or not a safetensors file ({cut(str(error))})") from error
     folder = Path(os.path.realpath(path)).parent  # where it is a link, the file is replaced and not the link
     if restored.known < len(ids) and not os.access(folder, os.W_OK):
         raise OSError(

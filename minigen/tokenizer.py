@@ -68,31 +68,32 @@ def _checked_merges(pairs, vocab):
     product can be made of its own bytes, as all can that training writes: when the turn of its merge comes, its bytes
     are then the two tokens of the pair, and no other two. So that is checked.
     """
-    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in pairs]
-    turn_of = {pair: turn for turn, pair in enumerate(merges)}
-    made = {}  # token -> (the turn of the merge that makes it, its left part, its right part); bytes: no turn, no parts
-    for spelling in SPELLINGS.values():
-        made[spelling] = (-1, None, None)
-    for turn, (left, right) in enumerate(merges):
-        if left + right not in vocab:
-            raise ValueError(f"a merge makes {shown(left + right)}, which is no token of the vocabulary")
-        if left + right in made:
-            raise ValueError(f"two merges make the token {shown(left + right)}")
-        if not (left in made and right in made):
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
+    # Bytes and products are numbered in the order in which they come to be, which makes later a matter of `<`.
+    number = {spelling: byte for byte, spelling in SPELLINGS.items()}
+    parts, made = [(byte, byte) for byte in range(256)], {}
+    for left, right in merges:
+        product = left + right
+        if product not in vocab:
+            raise ValueError(f"a merge makes {shown(product)}, which is no token of the vocabulary")
+        if product in number:
+            raise ValueError(f"two merges make the token {shown(product)}")
+        if left not in number or right not in number:
             raise ValueError(f"the merge of {shown(left)} and {shown(right)} comes before those that make them")
-        made[left + right] = (turn, left, right)
+        a, b, limit = number[left], number[right], len(parts)
+        number[product] = limit
+        parts.append((a, b))
+        made[a, b] = limit
         # Does an earlier merge join the end of `left` to the beginning of `right`? Take apart what was made later.
-        a, b, before = left, right, turn
-        while True:
-            if turn_of.get((a, b), before) < before:
-                raise ValueError(f"the merge of {shown(left)} and {shown(right)} is never made: earlier ones split them")
-            (turn_a, _, end_of_a), (turn_b, start_of_b, _) = made[a], made[b]
-            if turn_a > turn_b:
-                a, before = end_of_a, turn_a
-            elif turn_b >= 0:
-                b, before = start_of_b, turn_b + 1  # of equals the left one is merged first, which may be across
+        while made.get((a, b), limit) >= limit:
+            if a > b and a > 255:
+                a, limit = parts[a][1], a
+            elif b > 255:
+                b, limit = parts[b][0], b + 1  # where both are equal, the left one may be made of parts of both
             else:
                 break
+        else:
+            raise ValueError(f"the merge of {shown(left)} and {shown(right)} is never made: an earlier one splits them")
     return merges
 
 

@@ -45,9 +45,9 @@ def read_safetensors(data):
     if not isinstance(header, dict):
         raise Wrong("the header is no object")
     # What JSON readers disagree on: NaN, lone surrogates, deep nesting, huge numbers, keys that nobody knows.
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
     unclear = data[8 : 9] != b"{" or bool(re.search(rb"NaN|Infinity|\\u[dD]|\[{100}|\d{16}|-0", data[8 : 8 + size]))
-    unclear |= not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values())
+    unclear |= not isinstance(metadata, dict | type(None)) or not all(isinstance(value, str) for value in (metadata or {}).values())
     tensors, places = {}, []
     for name, entry in header.items():
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():

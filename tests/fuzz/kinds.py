@@ -304,7 +304,7 @@ class BPE(Kind):
             untouched = not only_json and merges[-len(self.merges) - 1 : -1] == self.merges
             originals = [("vocab.json", self.vocab), ("added_tokens.json", self.added), ("special_tokens_map.json", self.special)]
             untouched &= all(json_or_none(files.get(name, b"")) == value for name, value in originals)
-            untouched &= files.get("merges.txt", b"").decode("utf-8", "replace").split() == "\n".join(merges).split()
+            untouched &= files.get("merges.txt", b"").replace(b"\r\n", b"\n") == "\n".join(merges).encode()
             require(not untouched, f"right files were refused: {error}")
             return "refused"
         require(decoded == self.text, f"{self.text!r} came back as {decoded!r}")
@@ -446,7 +446,7 @@ class Prompt(Run):
             if way == "lines":
                 prompts = prompts[0].replace("\r\n", "\n").split("\n")
             argv += {"file": ["-f", "stdin"], "lines": ["--prompts-file", "stdin"], "stdin": rng.choice([[], ["-"]])}[way]
-        code, out, err = self.main([*argv, "--json"], data)
+        code, out, err = self.main(["--json", *argv], data)
         self.check(code, out, err, argv)
         lengths = [len(slow_ids(prompt)) for prompt in prompts]
         if max(lengths) > 64 or (way == "lines" and prompts == [""]):

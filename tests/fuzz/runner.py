@@ -64,7 +64,7 @@ def _work(connection, kind, seed, first, count, folder):
 
 def run_batch(kind, seed, first, count, keep):
     """(Counter of what came of the inputs, list of Found); a worker that dies is replaced by another."""
-    words, found = Counter(), []
+    words, found, retried = Counter(), [], None
     context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads that are not there any more
     end = first + count
     while first < end:
@@ -89,7 +89,10 @@ def run_batch(kind, seed, first, count, keep):
                 try:
                     if not ours.poll(SECONDS if running else STARTUP_SECONDS):
                         worker.kill()
-                        blame(index, f"not done after {SECONDS if running else STARTUP_SECONDS} s")
+                        if retried != index:  # a machine that had other things to do is no fault: once more
+                            retried, index = index, index - 1
+                        else:
+                            blame(index, f"not done after {SECONDS if running else STARTUP_SECONDS} s, twice")
                         break
                     index, result = ours.recv()
                 except EOFError:
@@ -104,7 +107,5 @@ def run_batch(kind, seed, first, count, keep):
                         blame(index, *result[1])
                         ours.send("go on")
             worker.join()
-            if not running and worker.exitcode:
-                break  # not an input's doing: another worker would not do better
             first = index + 1
     return words, found
