@@ -133,7 +133,10 @@ def _special_tokens(folder, vocab, added):
         with _blaming(path):
             for entry in read_json(path).values():
                 for token in entry if isinstance(entry, list) else [entry]:
-                    names.append(token if token is None or isinstance(token, str) else token["content"])
+                    name = token["content"] if isinstance(token, dict) else token
+                    if not isinstance(name, str | type(None)):
+                        raise ValueError(f"{shown(name)} is no token")
+                    names.append(name)
     return {name: vocab[name] for name in names if name in vocab} | added
 
 

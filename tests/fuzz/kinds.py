@@ -165,7 +165,7 @@ class Checkpoint(Kind):
         config, files = rng.choice(self.forms)
         files = dict(files)
         for _ in range(rng.choice([1, 1, 1, 2])):
-            with contextlib.suppress(LookupError, TypeError, ValueError):  # what a second change cannot be made on
+            with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):  # what a second change cannot be made on
                 self.mutate(files, rng)
         if not isinstance(files.get("config.json"), bytes) or json_or_none(files["config.json"]) != config:
             files["config.json"] = json.dumps(config).encode()  # the next kind's business
@@ -373,7 +373,7 @@ class Run(Kind):
             # The header may have come before the error.
             lines = [line for line in err if not re.match(r"minigen \d+\.|minigen: warning: |hint: ", line)]
             require(len(lines) == 1 and lines[0].startswith("minigen: "), f"no sentence: {lines}")
-        elif "--json" in argv and "--help" not in argv and "--version" not in argv:
+        elif "--json" in argv and not {"-h", "--help", "--version"} & set(argv):
             for line in out.decode("utf-8").split("\n")[:-1]:
                 json.loads(line)
 
