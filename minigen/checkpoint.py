@@ -7,6 +7,7 @@ the library's NumPy side, has no bfloat16, and to read each one straight into th
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -226,6 +227,26 @@ class StoredTensor(NamedTuple):
         return int(np.prod(self.shape))
 
 
+def _diagnosis(path):
+    """Of a file that the library refuses, what its words leave out: the tensor at fault, or the two sizes."""
+    name = None
+    try:
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size if header_size < 10**8 else 0))  # the format allows no more
+        header.pop("__metadata__", None)
+        expected = 8 + header_size
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            itemsize = np.dtype(DTYPES[entry["dtype"]]).itemsize if entry["dtype"] in DTYPES else None
+            if min(entry["shape"], default=0) < 0 or (itemsize and math.prod(entry["shape"]) * itemsize != end - begin):
+                return f"; look at {shown(name)}"
+            expected = max(expected, 8 + header_size + end)
+        return f"; it has {path.stat().st_size} bytes, its header speaks of {expected}"
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OSError):
+        return f"; look at {shown(name)}" if name else ""
+
+
 def _read_header(path):
     """The tensors of a safetensors file, after the library has checked that header and file fit each other."""
 
@@ -244,7 +265,7 @@ def _read_header(path):
             header_size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file: {cut(str(error))}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {cut(str(error))}{_diagnosis(path)}") from error
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     header.pop("__metadata__", None)
@@ -280,7 +301,7 @@ def _same_values(a, b, piece=2**20):
 
 
 def _listed(names, most=6):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def read_tensors(folder, config):
@@ -301,7 +322,7 @@ def read_tensors(folder, config):
             if MASK_BUFFER.fullmatch(name):
                 continue
             if name in tensors:
-                raise ValueError(f"{folder} holds {name} twice: {tensors[name].name} and {stored.name}")
+                raise ValueError(f"{folder} holds {cut(name)} twice: {cut(tensors[name].name)} and {cut(stored.name)}")
             tensors[name] = stored
 
     if config.n_layer > len(tensors):

@@ -7,7 +7,8 @@ import numpy as np
 
 
 def cut(text):
-    """A text for a sentence: of a long one the two ends."""
+    """A text for a sentence: on one line, and of a long one the two ends."""
+    text = " ".join(text.splitlines())
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
 
 

@@ -1,4 +1,4 @@
-"""A slice of tests/fuzz: some inputs of every kind, always the same ones. `python -m tests.fuzz` runs more, and others."""
+"""A slice of tests/fuzz: some inputs of every kind, always the same. `python -m tests.fuzz` runs more, and others."""
 
 import pytest
 

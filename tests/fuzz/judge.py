@@ -46,8 +46,10 @@ def read_safetensors(data):
         raise Wrong("the header is no object")
     # What JSON readers disagree on: NaN, lone surrogates, deep nesting, huge numbers, keys that nobody knows.
     metadata = header.pop("__metadata__", None)
-    unclear = data[8 : 9] != b"{" or bool(re.search(rb"NaN|Infinity|\\u[dD]|\[{100}|\d{16}|-0", data[8 : 8 + size]))
-    unclear |= not isinstance(metadata, dict | type(None)) or not all(isinstance(value, str) for value in (metadata or {}).values())
+    unclear = data[8:9] != b"{" or bool(re.search(rb"NaN|Infinity|\\u[dD]|\[{100}|\d{16}|-0", data[8 : 8 + size]))
+    unclear |= not isinstance(metadata, dict | type(None)) or not all(
+        isinstance(value, str) for value in (metadata or {}).values()
+    )
     tensors, places = {}, []
     for name, entry in header.items():
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
@@ -95,7 +97,9 @@ def _weight_files(folder):
     try:
         weight_map = json.loads(index.read_bytes().decode("utf-8-sig"))["weight_map"]
         names = sorted(set(weight_map.values()))
-        inside = all(isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\0") for name in names)
+        inside = all(
+            isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\0") for name in names
+        )
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise Wrong("no index") from error
     if not names or not inside or not all(os.path.isfile(folder / name) for name in names):

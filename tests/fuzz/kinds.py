@@ -16,7 +16,6 @@ import shutil
 import sys
 import tracemalloc
 import warnings
-from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from tests.fuzz.judge import Wrong, parameters
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
 from tests.reference import reference_logits
 from tests.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
-from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches
 MAX_SENTENCE = 1000  # characters of an error that are still one sentence
@@ -151,8 +150,28 @@ class Checkpoint(Kind):
             del files[other]
         elif change >= 9:
             parsed = json.loads(files[index])
-            paths = ["../outside/model.safetensors", str(decoy), "/dev/zero", "/etc/passwd", "\0", "", ".", "..", "a" * 300]
-            paths += ["../input/" + name, "./" + name, name + "\0", name + "/", "\ud800", "a\n", "sub/../" + name, "*", 3]
+            paths = [
+                "../outside/model.safetensors",
+                str(decoy),
+                "/dev/zero",
+                "/etc/passwd",
+                "\0",
+                "",
+                ".",
+                "..",
+                "a" * 300,
+            ]
+            paths += [
+                "../input/" + name,
+                "./" + name,
+                name + "\0",
+                name + "/",
+                "\ud800",
+                "a\n",
+                "sub/../" + name,
+                "*",
+                3,
+            ]
             if change < 11:
                 parsed["weight_map"][rng.choice(list(parsed["weight_map"]))] = rng.choice([*paths, *weights])
                 files[index] = json.dumps(parsed).encode()
@@ -165,7 +184,9 @@ class Checkpoint(Kind):
         config, files = rng.choice(self.forms)
         files = dict(files)
         for _ in range(rng.choice([1, 1, 1, 2])):
-            with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):  # what a second change cannot be made on
+            with contextlib.suppress(
+                LookupError, TypeError, ValueError, RecursionError
+            ):  # what a second change cannot be made on
                 self.mutate(files, rng)
         if not isinstance(files.get("config.json"), bytes) or json_or_none(files["config.json"]) != config:
             files["config.json"] = json.dumps(config).encode()  # the next kind's business
@@ -236,7 +257,9 @@ class Config(Kind):
             )
             # True == 1 and 4.0 == 4 for Python, and only keys that no one reads may then stop the loading.
             plain = plain and repr({key: config[key] for key in self.config}) == repr(self.config)
-            plain = plain and "add_cross_attention" not in config and repr(generation)[:60] == repr(self.generation)[:60]
+            plain = (
+                plain and "add_cross_attention" not in config and repr(generation)[:60] == repr(self.generation)[:60]
+            )
             require(not plain, f"a right configuration was refused: {error}")
             return "refused"
         require(isinstance(config, dict) and isinstance(generation, dict), "loaded without a configuration")
@@ -273,7 +296,9 @@ class BPE(Kind):
             elif change == 1:
                 del merges[a]
             elif change == 2:
-                merges.insert(a, rng.choice([merges[b], "t h", "h e", "a b", " ", "a", "# #", "a  b", "\u4f60 a", "\r"]))
+                merges.insert(
+                    a, rng.choice([merges[b], "t h", "h e", "a b", " ", "a", "# #", "a  b", "\u4f60 a", "\r"])
+                )
             elif change == 3:  # the same token from another pair
                 token = merges[a].replace(" ", "")
                 cut = rng.randrange(len(token) + 1)
@@ -302,7 +327,11 @@ class BPE(Kind):
         except (ValueError, OSError) as error:
             check_sentence(error, *(self.input / name for name in files), f"{self.input} has no tokenizer")
             untouched = not only_json and merges[-len(self.merges) - 1 : -1] == self.merges
-            originals = [("vocab.json", self.vocab), ("added_tokens.json", self.added), ("special_tokens_map.json", self.special)]
+            originals = [
+                ("vocab.json", self.vocab),
+                ("added_tokens.json", self.added),
+                ("special_tokens_map.json", self.special),
+            ]
             untouched &= all(json_or_none(files.get(name, b"")) == value for name, value in originals)
             untouched &= files.get("merges.txt", b"").replace(b"\r\n", b"\n") == "\n".join(merges).encode()
             require(not untouched, f"right files were refused: {error}")
@@ -321,8 +350,14 @@ class BPE(Kind):
             vocab = json.loads(files["vocab.json"])
             lines = re.split("\r\n|\r|\n", files["merges.txt"].decode("utf-8"))
             merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-        for text in ("the cat that then there", "thethat hethe \u00e9 1111", "".join(m.replace(" ", "") for m in merges)):
-            parts = [part for part in re.split("(" + "|".join(map(re.escape, tokenizer.special_ids)) + ")", text) if part]
+        for text in (
+            "the cat that then there",
+            "thethat hethe \u00e9 1111",
+            "".join(m.replace(" ", "") for m in merges),
+        ):
+            parts = [
+                part for part in re.split("(" + "|".join(map(re.escape, tokenizer.special_ids)) + ")", text) if part
+            ]
             if parts != [text] or "\ufffd" in text:
                 continue  # a damaged file may make a special token of an ordinary word
             wanted = slow_encode(text, vocab, merges)
@@ -381,11 +416,55 @@ class Run(Kind):
 class CommandLine(Run):
     """Random options with random values."""
 
-    TEXTS = ["a", "The fox", "", " ", "\u00e9\u4f60", "x" * 70, "\udce9", "a\nb", END, "-", "--", "-n", "0", "*", "a" * 5000]
-    NUMBERS = "0 1 2 3 5 -1 0.0 0.5 1.0 1.5 64 65 100 1e3 1e-40 1e400 nan inf -inf abc ten 1_0 0x1 ' 1' +1 -0".split(" ")
-    NUMBERS += ["", " ", "9" * 25, "-" + "9" * 25, "1" * 5000, "\u0663", "\udcff", "true", "never", "auto", "1,2", "1\n2"]
+    TEXTS = [
+        "a",
+        "The fox",
+        "",
+        " ",
+        "\u00e9\u4f60",
+        "x" * 70,
+        "\udce9",
+        "a\nb",
+        END,
+        "-",
+        "--",
+        "-n",
+        "0",
+        "*",
+        "a" * 5000,
+    ]
+    NUMBERS = "0 1 2 3 5 -1 0.0 0.5 1.0 1.5 64 65 100 1e3 1e-40 1e400 nan inf -inf abc ten 1_0 0x1 ' 1' +1 -0".split(
+        " "
+    )
+    NUMBERS += [
+        "",
+        " ",
+        "9" * 25,
+        "-" + "9" * 25,
+        "1" * 5000,
+        "\u0663",
+        "\udcff",
+        "true",
+        "never",
+        "auto",
+        "1,2",
+        "1\n2",
+    ]
     BIASES = ["1+1", "256-inf", "a=5", "ab=5", "999+1", "1+nan", "=1", "a=", "-1+1", "\u00e9=1", "1+1e400", "x" * 3000]
-    PATHS = ["stdin", "missing", ".", "", "/dev/null", "kv", "/proc/self/mem", "a/b", "\udcff", "x" * 300, "~nobody/x", "-"]
+    PATHS = [
+        "stdin",
+        "missing",
+        ".",
+        "",
+        "/dev/null",
+        "kv",
+        "/proc/self/mem",
+        "a/b",
+        "\udcff",
+        "x" * 300,
+        "~nobody/x",
+        "-",
+    ]
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -405,7 +484,9 @@ class CommandLine(Run):
             argv.append(rng.choice(action.option_strings))
             if action.nargs != 0:
                 value = self.value(action, rng)
-                argv[-1:] = [argv[-1] + "=" + value] if rng.random() < 0.5 and argv[-1][:2] == "--" else [argv[-1], value]
+                argv[-1:] = (
+                    [argv[-1] + "=" + value] if rng.random() < 0.5 and argv[-1][:2] == "--" else [argv[-1], value]
+                )
         if rng.random() < 0.1:
             argv[rng.randrange(len(argv)) :] = []
         if rng.random() < 0.5:
@@ -422,19 +503,46 @@ class CommandLine(Run):
 class Prompt(Run):
     """Random bytes as prompts, by every way that a prompt can come: they must come out again, each character."""
 
-    PIECES = [b"\n", b"\r\n", b"\r", b"\xef\xbb\xbf", b"\xff", b"\xf0\x9f\x98\x80", b"\xf0\x9f", b"\xed\xa0\x80", b" ", b"-"]
-    PIECES += [b"\\n", b"--help", END.encode(), b"\xc2\x85", b"\xe2\x80\xa8", b"\x0b", b"\x0c", b"\x1c", b"\0", b"a", b"The"]
+    PIECES = [
+        b"\n",
+        b"\r\n",
+        b"\r",
+        b"\xef\xbb\xbf",
+        b"\xff",
+        b"\xf0\x9f\x98\x80",
+        b"\xf0\x9f",
+        b"\xed\xa0\x80",
+        b" ",
+        b"-",
+    ]
+    PIECES += [
+        b"\\n",
+        b"--help",
+        END.encode(),
+        b"\xc2\x85",
+        b"\xe2\x80\xa8",
+        b"\x0b",
+        b"\x0c",
+        b"\x1c",
+        b"\0",
+        b"a",
+        b"The",
+    ]
 
     def run(self, rng):
         def some_bytes():
-            pieces = [rng.choice(self.PIECES) if rng.random() < 0.7 else rng.randbytes(3) for _ in range(rng.randrange(12))]
+            pieces = [
+                rng.choice(self.PIECES) if rng.random() < 0.7 else rng.randbytes(3) for _ in range(rng.randrange(12))
+            ]
             return b"".join(pieces)
 
         way = rng.choice(["argument", "file", "lines", "stdin"])
         data = some_bytes()
         argv = ["--model", str(self.model), "-q", "-n", "0"]
         if way == "argument":
-            given = [piece.replace(b"\0", b"") for piece in [data, *(some_bytes() for _ in range(rng.choice([0, 0, 2])))]]
+            given = [
+                piece.replace(b"\0", b"") for piece in [data, *(some_bytes() for _ in range(rng.choice([0, 0, 2])))]
+            ]
             given = [piece if piece != b"-" else b"- " for piece in given]  # which alone stands for stdin
             prompts = [piece.decode("utf-8", "replace") for piece in given]
             argv += ["--", *map(os.fsdecode, given)]
@@ -445,7 +553,9 @@ class Prompt(Run):
             prompts = [text.decode("utf-8", "replace")]
             if way == "lines":
                 prompts = prompts[0].replace("\r\n", "\n").split("\n")
-            argv += {"file": ["-f", "stdin"], "lines": ["--prompts-file", "stdin"], "stdin": rng.choice([[], ["-"]])}[way]
+            argv += {"file": ["-f", "stdin"], "lines": ["--prompts-file", "stdin"], "stdin": rng.choice([[], ["-"]])}[
+                way
+            ]
         code, out, err = self.main(["--json", *argv], data)
         self.check(code, out, err, argv)
         lengths = [len(slow_ids(prompt)) for prompt in prompts]
@@ -467,7 +577,9 @@ class Prompt(Run):
 
 def slow_ids(text):
     """A text's tokens where every byte is one, and end-of-text."""
-    return list(itertools.chain(*([part] if part == END else part.encode() for part in re.split(f"({re.escape(END)})", text))))
+    return list(
+        itertools.chain(*([part] if part == END else part.encode() for part in re.split(f"({re.escape(END)})", text)))
+    )
 
 
 # ---- prompt caches -----------------------------------------------------------------------------------------------
