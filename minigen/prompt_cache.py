@@ -173,8 +173,9 @@ def save(path, model, cache, ids):
     """Write a prompt's ids and the cache's keys and values of them, for `restore`.
 
     The cache is one of one row that begins with `ids`. Where its keys or values are not finite nothing is written: the
-    weights are broken, which the logits will say, and the next run should not take the file for what is wrong. The file is written beside its place and then moved there, so
-    that whatever happens, the old file or the new one is there, whole. Raises OSError where it cannot be written.
+    weights are broken, which the logits will say, and the next run should not take the file for what is wrong. The
+    file is written beside its place and then moved there, so that whatever happens, the old file or the new one is
+    there, whole. Raises OSError where it cannot be written.
     """
     path = Path(os.path.realpath(path))  # where it is a link, the file is replaced and not the link
     tensors = {"ids": np.array(ids, np.int64)}

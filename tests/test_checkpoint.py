@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -500,6 +501,23 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, plain, damage):
     refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("change", [-4, -1, 4])
+def test_a_file_of_another_size_is_refused_with_both_sizes(tmp_path, plain, change):
+    """L09: expected and found size."""
+    data = (plain[0] / "model.safetensors").read_bytes()
+    set_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data[:change] if change < 0 else data + bytes(change))
+    refused(lambda: read(tmp_path), f" {len(data)}", f" {len(data) + change} bytes")
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, plain):
+    """L09: cut off after its header was read."""
+    shutil.copytree(plain[0], tmp_path, dirs_exist_ok=True)
+    tensors = read_tensors(tmp_path, load_config(tmp_path))
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    refused(lambda: dict(tensors), tmp_path / "model.safetensors", "shorter")
+
+
 def test_a_damaged_shard_is_refused_by_name(tmp_path, plain):
     """L09: a shard cut off."""
     _, config, params = plain
@@ -551,7 +569,10 @@ def test_a_header_that_lies_is_refused(tmp_path, header, n_bytes):
     """L10: offsets and shapes that do not fit each other or the file, and names that come twice."""
     set_config(tmp_path)
     raw_file(tmp_path, header, bytes(n_bytes))
-    refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
+    message = refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
+    sizes = "bytes, its header speaks of" in message
+    if isinstance(header, dict):  # with the tensor's name, or with sizes that say where the file ends
+        assert re.search("[`'][ab][`']", message) or sizes
 
 
 def range_too_short(header, data):
@@ -818,6 +839,30 @@ def test_the_defaults_are_those_of_the_transformers_library(tmp_path):
     }
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.eos_ids == (50256,)
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(97, None), (50256, None), (50257, 50256), (60000, 50256)])
+def test_the_default_ids_are_those_of_a_vocabulary_that_has_them(tmp_path, vocab_size, expected):
+    """GPT-2's own end-of-text is no reason to refuse a smaller vocabulary whose config.json names no ids."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    config = load_config(tmp_path)
+    assert (config.bos_token_id, config.eos_token_id) == (expected, expected)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 97, "eos_token_id": 50256}))
+    refused(lambda: load_config(tmp_path), "eos_token_id", 50256)  # what the file says itself must be right
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path, plain):
+    folder, _, _ = plain
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert_same_logits(tmp_path, folder)
+
+
+@pytest.mark.parametrize("key", ["model_type", "activation_function", "n_embd", "eos_token_id"])
+def test_a_long_value_is_not_repeated_in_full(tmp_path, key):
+    set_config(tmp_path, **{key: "x" * 10_000})
+    assert len(refused(lambda: load_config(tmp_path), key, "xxx ... xxx")) < 1000
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo", "gptj", "GPT2", "llama", None, 2, ["gpt2"], ""], ids=str)

@@ -428,8 +428,11 @@ def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
         (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"]),
         # a pair that uses a token which only a later line makes
         (["ab c", "a b"], ["abc", "abcab"]),
+        # a pair that an earlier line always splits: its token must not come of other parts
+        (["a b", "b c", "a bc"], ["abc", "xabcx"]),
+        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"]),
     ],
-    ids=["two pairs", "before its parts"],
+    ids=["two pairs", "before its parts", "split", "split by itself"],
 )
 def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts):
     tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
@@ -608,6 +611,30 @@ def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network
 
 
 # ---------------------------------------------------------------------------------------- broken files
+
+
+def test_any_merges_are_followed_or_refused(tmp_path):
+    rng, outcomes = random.Random(1), Counter()
+    for _ in range(100):
+        tokens, merges = ["a", "b"], []
+        for _ in range(rng.randrange(1, 6)):
+            left, right = rng.choice(tokens), rng.choice(tokens)
+            merges.append(f"{left} {right}")
+            tokens.append(left + right)
+        if rng.random() < 0.2:
+            rng.shuffle(merges)
+        vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(dict.fromkeys(tokens[2:]))}
+        write_bpe(tmp_path, vocab, merges)
+        try:
+            tokenizer = Tokenizer.from_folder(tmp_path)
+        except ValueError as error:
+            assert "merge" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["followed"] += 1
+        for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(1, 7)))):
+            assert tokenizer.encode(text) == slow_encode(text, vocab, merges), (merges, text)
+    assert min(outcomes.values()) > 10
 
 
 BYTES_TEXT = json.dumps(bytes_vocab())

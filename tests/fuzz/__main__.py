@@ -1,4 +1,4 @@
-"""python -m tests.fuzz --minutes N, or --count N for so many inputs of each kind; exit code 1 where faults were found."""
+"""python -m tests.fuzz --minutes N, or --count N for so many inputs of a kind; exit code 1 where faults were found."""
 
 import argparse
 import random

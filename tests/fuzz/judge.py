@@ -1,4 +1,4 @@
-"""What is right for a checkpoint folder, by a second reader that shares no code with minigen or the safetensors library.
+"""What is right for a checkpoint folder, by a second reader that shares no code with minigen or safetensors.
 
 It is slow and strict: a file is right only if its header says in plain terms what every byte of it is.
 """

@@ -413,58 +413,34 @@ class Run(Kind):
                 json.loads(line)
 
 
+TEXTS = [
+    "a",
+    "The fox",
+    "",
+    " ",
+    "\u00e9\u4f60",
+    "x" * 70,
+    "\udce9",
+    "a\nb",
+    END,
+    "-",
+    "--",
+    "-n",
+    "0",
+    "*",
+    "a" * 5000,
+]
+NUMBERS = (
+    "0 1 2 3 5 -1 0.0 0.5 1.0 1.5 64 65 100 1e3 1e-40 1e400 nan inf -inf abc ten 1_0 0x1 +1 -0 true never auto 1,2"
+)
+NUMBERS = [*NUMBERS.split(), "", " ", " 1", "1\n2", "9" * 25, "-" + "9" * 25, "1" * 5000, "\u0663", "\udcff"]
+BIASES = ["1+1", "256-inf", "a=5", "ab=5", "999+1", "1+nan", "=1", "a=", "-1+1", "\u00e9=1", "1+1e400", "x" * 3000]
+PATHS = "stdin missing . /dev/null kv /proc/self/mem a/b \udcff ~nobody/x - gpt2 owner/name fairytale/..".split()
+PATHS += ["", "x" * 300]
+
+
 class CommandLine(Run):
     """Random options with random values."""
-
-    TEXTS = [
-        "a",
-        "The fox",
-        "",
-        " ",
-        "\u00e9\u4f60",
-        "x" * 70,
-        "\udce9",
-        "a\nb",
-        END,
-        "-",
-        "--",
-        "-n",
-        "0",
-        "*",
-        "a" * 5000,
-    ]
-    NUMBERS = "0 1 2 3 5 -1 0.0 0.5 1.0 1.5 64 65 100 1e3 1e-40 1e400 nan inf -inf abc ten 1_0 0x1 ' 1' +1 -0".split(
-        " "
-    )
-    NUMBERS += [
-        "",
-        " ",
-        "9" * 25,
-        "-" + "9" * 25,
-        "1" * 5000,
-        "\u0663",
-        "\udcff",
-        "true",
-        "never",
-        "auto",
-        "1,2",
-        "1\n2",
-    ]
-    BIASES = ["1+1", "256-inf", "a=5", "ab=5", "999+1", "1+nan", "=1", "a=", "-1+1", "\u00e9=1", "1+1e400", "x" * 3000]
-    PATHS = [
-        "stdin",
-        "missing",
-        ".",
-        "",
-        "/dev/null",
-        "kv",
-        "/proc/self/mem",
-        "a/b",
-        "\udcff",
-        "x" * 300,
-        "~nobody/x",
-        "-",
-    ]
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -472,10 +448,10 @@ class CommandLine(Run):
 
     def value(self, action, rng):
         if action.dest in ("file", "prompts_file", "prompt_cache", "model", "draft_model"):
-            return rng.choice([*self.PATHS, str(self.model), "gpt2", "owner/name", "fairytale/.."])
-        pool = [*self.NUMBERS, *(self.TEXTS if rng.random() < 0.2 or action.dest == "stop" else [])]
+            return rng.choice([*PATHS, str(self.model)])
+        pool = [*NUMBERS, *(TEXTS if rng.random() < 0.2 or action.dest == "stop" else [])]
         if action.dest == "logit_bias":
-            pool = self.BIASES
+            pool = BIASES
         return rng.choice(pool if rng.random() < 0.5 else ["1", "2", "0.5"])
 
     def run(self, rng):
@@ -493,47 +469,46 @@ class CommandLine(Run):
             argv += ["--no-stream"] if rng.random() < 0.1 else ["-n", rng.choice(["0", "1", "4"])]
         if "--context-shift" in argv:
             argv += ["-n", "70"]  # or it goes on as long as it was asked to
-        texts = rng.choices(self.TEXTS[: 3 if rng.random() < 0.7 else None], k=rng.choice([0, 1, 1, 1, 2]))
+        texts = rng.choices(TEXTS[: 3 if rng.random() < 0.7 else None], k=rng.choice([0, 1, 1, 1, 2]))
         argv += ["--", *texts] if rng.random() < 0.3 else texts
         code, out, err = self.main(argv, rng.choice([b"", b"The fox\n", b"\xff\xfe\0", rng.randbytes(40)]))
         self.check(code, out, err, argv)
         return f"exit {code}"
 
 
+PIECES = [
+    b"\n",
+    b"\r\n",
+    b"\r",
+    b"\xef\xbb\xbf",
+    b"\xff",
+    b"\xf0\x9f\x98\x80",
+    b"\xf0\x9f",
+    b"\xed\xa0\x80",
+    b" ",
+    b"-",
+]
+PIECES += [
+    b"\\n",
+    b"--help",
+    END.encode(),
+    b"\xc2\x85",
+    b"\xe2\x80\xa8",
+    b"\x0b",
+    b"\x0c",
+    b"\x1c",
+    b"\0",
+    b"a",
+    b"The",
+]
+
+
 class Prompt(Run):
     """Random bytes as prompts, by every way that a prompt can come: they must come out again, each character."""
 
-    PIECES = [
-        b"\n",
-        b"\r\n",
-        b"\r",
-        b"\xef\xbb\xbf",
-        b"\xff",
-        b"\xf0\x9f\x98\x80",
-        b"\xf0\x9f",
-        b"\xed\xa0\x80",
-        b" ",
-        b"-",
-    ]
-    PIECES += [
-        b"\\n",
-        b"--help",
-        END.encode(),
-        b"\xc2\x85",
-        b"\xe2\x80\xa8",
-        b"\x0b",
-        b"\x0c",
-        b"\x1c",
-        b"\0",
-        b"a",
-        b"The",
-    ]
-
     def run(self, rng):
         def some_bytes():
-            pieces = [
-                rng.choice(self.PIECES) if rng.random() < 0.7 else rng.randbytes(3) for _ in range(rng.randrange(12))
-            ]
+            pieces = [rng.choice(PIECES) if rng.random() < 0.7 else rng.randbytes(3) for _ in range(rng.randrange(12))]
             return b"".join(pieces)
 
         way = rng.choice(["argument", "file", "lines", "stdin"])

@@ -1,4 +1,4 @@
-"""Small damage to bytes, to JSON and to safetensors files. Every function draws from the `random.Random` it is given."""
+"""Small damage to bytes, JSON and safetensors files. Every function draws from the `random.Random` it is given."""
 
 import copy
 import json
