@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from minigen.cache import KVCache
-from minigen.checks import is_int, is_number, require
+from minigen.checks import is_int, is_number, require, shown
 from minigen.ops import ACTIVATIONS, attention, elementwise, embed, lay_out, layer_norm, linear
 
 
@@ -74,10 +74,15 @@ class GPT2Config:
             raise ValueError(f"the configuration is a {type(config).__name__}, not an object of keys and values")
         model_type = config.get("model_type", "gpt2")
         if model_type != "gpt2":
-            raise ValueError(f"model_type is {model_type!r}; only 'gpt2' can be run")
+            raise ValueError(f"model_type is {shown(model_type)}; only 'gpt2' can be run")
         if config.get("add_cross_attention"):
             raise ValueError("add_cross_attention is true; only a plain decoder can be run")
-        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
+        given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        V = given.get("vocab_size", cls.vocab_size)
+        for name in ("bos_token_id", "eos_token_id"):
+            if is_int(V) and V <= getattr(cls, name):
+                given.setdefault(name, None)  # the default is GPT-2's own token, which a smaller vocabulary lacks
+        return cls(**given)
 
     @property
     def d_head(self):

@@ -331,6 +331,7 @@ CONTENTS = [
 
 @pytest.mark.parametrize("data, prompt", CONTENTS)
 def test_a_prompt_from_a_file_or_stdin(tiny_cli, tmp_path, data, prompt):
+    """C07: line breaks, byte order marks and CRLF of files and stdin."""
     (tmp_path / "prompt.txt").write_bytes(data)
     options = ["-n", 1, "--json", "-q"]
     assert prompts_of(tiny_cli("-f", tmp_path / "prompt.txt", *options)) == [prompt]
@@ -355,6 +356,7 @@ def test_each_line_of_a_file_is_a_prompt(tiny_cli, tmp_path, data, prompts):
 
 
 def test_prompts_from_the_command_line(tiny_cli):
+    """C07: a typed backslash and n are no line break."""
     options = ["-n", 1, "--json", "-q"]
     assert prompts_of(tiny_cli("two", "one", "three", *options)) == ["two", "one", "three"]
     assert prompts_of(tiny_cli(*options, "two", "one")) == ["two", "one"]
@@ -366,6 +368,7 @@ def test_prompts_from_the_command_line(tiny_cli):
 
 
 def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tiny):
+    """T04: bytes that are not UTF-8, through a pipe."""
     (text,) = texts(tiny, "caf\ufffd \ufffd", max_tokens=9, seed=3)
     result = run("--model", tiny_folder, "-n", "9", "-s", "3", "-q", stdin=b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
     assert result == (0, f"caf\ufffd \ufffd{text}\n".encode(), b"")
@@ -373,6 +376,7 @@ def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tin
 
 @posix_only
 def test_utf8_in_the_c_locale_and_bytes_that_are_not(tiny_folder, tiny):
+    """T04: bytes that are not UTF-8, on the command line."""
     prompts = ["é你", "caf\ufffd"]
     expected = texts(tiny, prompts, max_tokens=9, seed=3)
     env = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -546,6 +550,7 @@ def test_nobody_has_typed_or_piped_a_prompt(cli):
 
 
 def test_prompts_too_long_for_the_model(tiny_cli, tmp_path):
+    """K08: the same refusal on every way that a prompt can come."""
     text = "x" * 65
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "lines.txt").write_text(f"short\n{text}\n")
