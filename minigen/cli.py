@@ -167,10 +167,8 @@ def build_parser():
     )
 
     group = parser.add_argument_group("scoring, instead of generating")
-    score_help = (
-        "print the perplexity of a file's text, or of stdin's (-). The first token has nothing before it and is "
-    )
-    score_help += "not scored: begin the text with <|endoftext|> to have its own first token scored"
+    score_help = "print the perplexity of a file's text, or of stdin's (-); its first token has nothing before it and "
+    score_help += "is not scored, so begin with <|endoftext|> to have every token of the text itself scored"
     group.add_argument("--score", metavar="FILE", help=score_help)
     stride_help = "run a text longer than the context in windows N tokens apart (default half the context)"
     group.add_argument("--stride", type=int, metavar="N", help=stride_help)
