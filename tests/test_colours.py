@@ -154,6 +154,17 @@ def test_the_text_is_that_of_a_plain_run(cli, more):
     assert "50 % and more" in err and "below 1 %" in err
 
 
+def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny_folder):
+    options = {"stop": "aa", "max_tokens": 30, "seed": 3, "logit_bias": {64: 4}, "logprobs": 0}
+    model, tokenizer = minigen.load(tiny_folder)
+    painters, rows = [Painter(tokenizer), Painter(tokenizer)], ["one", "two"]
+    for step in minigen.stream(model, tokenizer, ["one", "two"], **options):
+        rows[step.row] += painters[step.row].paint(step)
+        assert step.finish_reason in (None, "stop")
+    args = ["one", "two", "--stop", "aa", "-n", "30", "-s", "3", "--logit-bias", "64+4", "-q", "--show-probs"]
+    assert cli(*args, terminal=True)[1] == "\n\n".join(rows) + "\n"
+
+
 def test_unlikely_tokens_are_listed_with_better_ones(cli):
     args = ["Once upon a time", "--model", "fairytale", "-n", "20", "-s", "4", "-q", "--show-probs"]
     _, _, err = cli(*args)
@@ -199,7 +210,7 @@ def on_a_terminal(*args, **env):
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals as POSIX has them")
 def test_colours_on_a_terminal_and_nowhere_else():
-    args = ["Once upon a time", "-n", "12", "-s", "4", "-q", "--show-probs"]
+    args = ["Once upon a time", "-n", "12", "-s", "4", "--show-probs"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     piped = subprocess.run([sys.executable, "-m", "minigen", *args], env=environment, capture_output=True, text=True)
     (text,) = (done.text for done in minigen.generate(*minigen.load(), args[0], max_tokens=12, seed=4))
@@ -210,8 +221,8 @@ def test_colours_on_a_terminal_and_nowhere_else():
     characters = styled_characters(output)
     assert "".join(character for character, _ in characters) == piped.stdout
     assert {"4;33", "36"} <= {style for _, style in characters}
-    assert err == piped.stderr  # which is no terminal, and has no colours
-    assert on_a_terminal(*args, NO_COLOR="1") == (piped.stdout, err)
+    assert "\x1b" not in err and "unlikely" in err  # through a pipe
+    assert on_a_terminal(*args, NO_COLOR="1")[0] == piped.stdout
 
 
 @pytest.mark.parametrize(
