@@ -31,6 +31,7 @@ ALIASES = {
     "stop": ["--reverse-prompt"],
 }
 DEFAULTS = {field.name: field.default for config in CONFIGS for field in fields(config)}
+# What --score makes use of; every other option is refused beside it.
 FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
 
 
@@ -341,6 +342,7 @@ def _closing_line(completions, prompt_cache):
 def run_score(args):
     """Score the text of a file instead of generating one; the exit code."""
     for name, value in vars(args).items():
+        # Those of `generate` are there only where they were given, whatever their value.
         if name not in FOR_SCORING and (name in OPTION_NAMES or value not in (None, False, [])):
             raise ValueError(f"{name} is {value!r}, but --score generates nothing: leave it out")
     with_logprobs = "logprobs" in args
@@ -415,7 +417,6 @@ def run(args):
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
             _note("hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without")
-
         if coloured and has_colours(sys.stderr):
             _note(legend())
 
