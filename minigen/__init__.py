@@ -14,6 +14,7 @@ from minigen.cache import KVCache
 from minigen.decode import Completion, DecodingConfig, Step
 from minigen.model import GPT2, GPT2Config
 from minigen.sampler import History, SamplingConfig, draw, probs
+from minigen.score import Score, score
 from minigen.speculative import SpeculationConfig
 from minigen.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ __all__ = [
     "History",
     "KVCache",
     "SamplingConfig",
+    "Score",
     "SpeculationConfig",
     "Step",
     "Tokenizer",
@@ -34,5 +36,6 @@ __all__ = [
     "generate",
     "load",
     "probs",
+    "score",
     "stream",
 ]

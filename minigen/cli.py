@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import time
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, fields
@@ -18,7 +19,9 @@ from pathlib import Path
 import minigen
 from minigen.api import CONFIGS, OPTION_NAMES, check_options, load, stream
 from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
-from minigen.checks import is_number
+from minigen.checks import is_number, require
+from minigen.colours import UNLIKELY, Painter, has_colours, legend
+from minigen.score import score
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -28,6 +31,8 @@ ALIASES = {
     "stop": ["--reverse-prompt"],
 }
 DEFAULTS = {field.name: field.default for config in CONFIGS for field in fields(config)}
+# What --score makes use of; every other option is refused beside it.
+FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
 
 
 # ---------------------------------------------------------------------------------------- arguments
@@ -162,8 +167,17 @@ def build_parser():
         "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
     )
 
+    group = parser.add_argument_group("scoring, instead of generating")
+    score_help = "print the perplexity of a file's text, or of stdin's (-); its first token has nothing before it and "
+    score_help += "is not scored, so begin with <|endoftext|> to have every token of the text itself scored"
+    group.add_argument("--score", metavar="FILE", help=score_help)
+    stride_help = "run a text longer than the context in windows N tokens apart (default half the context)"
+    group.add_argument("--stride", type=int, metavar="N", help=stride_help)
+
     group = parser.add_argument_group("output")
-    option(group, "--logprobs", "N", "log-probabilities, also of the N best tokens at each place")
+    option(group, "--logprobs", "N", "log-probabilities, also of the N best tokens at each place; 0 with --score")
+    probs_help = "colour each token by its probability, on a terminal, and list the unlikely ones with better ones"
+    group.add_argument("--show-probs", action="store_true", help=probs_help)
     group.add_argument("--json", action="store_true", help="one JSON object a line for each continuation")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt before its continuation")
@@ -267,17 +281,30 @@ def _note_logprobs(completion):
         _note(f"{entry.logprob:9.4f}  {entry.text!r:16} {best}")
 
 
+def _note_unlikely(completion):
+    unlikely = [entry for entry in completion.logprobs if math.exp(entry.logprob) < UNLIKELY]
+    if unlikely:
+        _note(f"unlikely tokens (below {UNLIKELY * 100:.0f} %), and the most probable ones there:")
+    for entry in unlikely:
+        best = "  ".join(f"{text!r} {math.exp(logprob):.1%}" for _, text, logprob in entry.top)
+        _note(f"{math.exp(entry.logprob):8.2%}  {entry.text!r:16} {best}")
+
+
+def _model_line(name, folder, model):
+    n_parameters = sum(map(math.prod, model.config.parameter_shapes().values()))
+    return (
+        f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "
+        f"context {model.config.n_positions}"
+    )
+
+
 def _header(name, folder, model, draft_name, options):
     """The model and every setting that repeats the run."""
     always = ["max_tokens"] if options.get("num_beams", 1) > 1 else ["temperature", "top_p", "max_tokens"]
     settings = {option: DEFAULTS[option] for option in always} | options
     shown = " ".join(f"{option} {value!r}" for option, value in settings.items() if value != {})
-    n_parameters = sum(map(math.prod, model.config.parameter_shapes().values()))
     drafts = f" · drafts by {draft_name}" if draft_name else ""
-    return (
-        f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "
-        f"context {model.config.n_positions}{drafts} · {shown}"
-    )
+    return f"{_model_line(name, folder, model)}{drafts} · {shown}"
 
 
 def _closing_line(completions, prompt_cache):
@@ -312,9 +339,68 @@ def _closing_line(completions, prompt_cache):
 # ---------------------------------------------------------------------------------------- the run
 
 
+def run_score(args):
+    """Score the text of a file instead of generating one; the exit code."""
+    for name, value in vars(args).items():
+        # Those of `generate` are there only where they were given, whatever their value.
+        if name not in FOR_SCORING and (name in OPTION_NAMES or value not in (None, False, [])):
+            raise ValueError(f"{name} is {value!r}, but --score generates nothing: leave it out")
+    with_logprobs = "logprobs" in args
+    if with_logprobs:
+        require(args.logprobs == 0, "logprobs", args.logprobs, "0 with --score, which lists the text's own tokens")
+    try:
+        text = _read_file(args.score)
+    except OSError as error:
+        raise OSError(f"cannot read the text of {args.score}: {error.strerror or error}") from error
+    name = DEFAULT_MODEL if args.model is None else args.model
+    folder = find(args.model)
+    model, tokenizer = load(folder)
+    if not args.quiet:
+        _note(_model_line(name, folder, model))
+    start = time.perf_counter()
+    scored = score(model, tokenizer.encode(text), args.stride)
+    seconds = time.perf_counter() - start
+
+    tokens = [
+        {"token": token, "text": tokenizer.decode([token]), "logprob": logprob}
+        for token, logprob in zip(scored.token_ids, scored.logprobs, strict=True)
+    ]
+    figures = {
+        "perplexity": scored.perplexity,
+        "bits_per_byte": scored.bits_per_byte(tokenizer),
+        "nll": scored.nll,
+        "n_tokens": scored.n_tokens,
+        "stride": scored.stride,
+        "logprobs": tokens if with_logprobs else None,
+        "model": name,
+    }
+    if args.json:
+        print(json.dumps(figures, ensure_ascii=False))
+    else:
+        for entry in tokens if with_logprobs else ():
+            shown = "-" if entry["logprob"] is None else f"{entry['logprob']:.4f}"
+            print(f"{shown:>9}  {entry['text']!r}")
+        print(
+            f"perplexity {scored.perplexity:.4f} · {figures['bits_per_byte']:.4f} bits a byte · "
+            f"{scored.n_tokens} of {len(tokens)} tokens scored"
+        )
+    if not args.quiet:
+        _note(f"stride {scored.stride} · {seconds:.2f} s ({scored.n_tokens / seconds:.1f} tokens/s)")
+    return 0
+
+
 def run(args):
     """Read the prompts, load the models, print the continuations; the exit code."""
+    if args.score is not None:
+        return run_score(args)
+    if args.stride is not None:
+        raise ValueError(f"stride is {args.stride}, but only --score uses it: leave it out")
+    if args.show_probs and args.json:
+        raise ValueError("--show-probs colours a text, and --json prints none: use --logprobs with --json")
     options = {name: value for name, value in vars(args).items() if name in OPTION_NAMES}
+    if args.show_probs:
+        options.setdefault("logprobs", 3)
+    coloured = args.show_probs and has_colours(sys.stdout)
     draft_name = args.draft_model or (default_draft(args.model) if args.speculative else None)
     # What needs no model is checked before one is loaded. A bias may name its token by text, which needs the tokenizer.
     without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
@@ -331,6 +417,8 @@ def run(args):
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
             _note("hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without")
+        if coloured and has_colours(sys.stderr):
+            _note(legend())
 
     completions, row, line_open, unshown = [], None, False, ""
     try:
@@ -339,7 +427,9 @@ def run(args):
             if args.json:
                 text = _as_json(step, prompt, name, decoding.seed) if done else ""
             else:
-                text = step.text
+                if step.row != row:
+                    painter = Painter(tokenizer) if coloured else None
+                text = painter.paint(step) if painter else step.text
                 if step.row != row:
                     text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
             if args.no_stream:
@@ -360,7 +450,7 @@ def run(args):
 
     if decoding.logprobs is not None and not args.json:
         for done in completions:
-            _note_logprobs(done)
+            (_note_logprobs if "logprobs" in args else _note_unlikely)(done)
     if not args.quiet:
         _note(_closing_line(completions, args.prompt_cache))
         if any(done.finish_reason == "context" for done in completions):
