@@ -1,4 +1,4 @@
-"""The command, as `minigen` or as `python -m minigen`: what a signal does while the modules are imported."""
+"""The command, as `minigen` or as `python -m minigen`: what a signal does until the first text is made."""
 
 import os
 import signal
@@ -6,8 +6,9 @@ import signal
 
 def main():
     """The console entry point; returns the exit code."""
-    # The imports take half a second. There is no text yet to show and no file to tidy up, so a signal just ends it;
-    # an exception would be a traceback, or get lost in a module that is being set up. cli.main has its own handlers.
+    # Imports take half a second, and a download minutes. There is no text yet to show and no file to tidy up, so a
+    # signal just ends it: an exception would be a traceback, get lost in a module that is being set up, or wait for
+    # threads.
     for number, untouched in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if signal.getsignal(number) == untouched:
             signal.signal(number, lambda number, _: os._exit(128 + number))

@@ -145,8 +145,8 @@ def build_parser():
     parser = Parser(
         prog="minigen",
         description="usage: minigen [PROMPT ...] [options]    Continues a text with GPT-2, on stdout.",
-        epilog="Switches are off by default. Filters apply in the order penalties, n-grams, bias,\n"
-        "temperature, top-k, top-p, min-p, typical-p.",
+        epilog="Switches are off by default. Filters work in the order penalties, n-grams,\n"
+        "bias, temperature, top-k, top-p, min-p, typical-p.",
         add_help=False,
         allow_abbrev=False,
     )
@@ -187,7 +187,7 @@ def build_parser():
     option(group, "--num-return-sequences", "N", "continuations of each prompt")
 
     group = parser.add_argument_group("sampling")
-    option(group, "--temperature", "T", "0 takes the best token, 1 is neutral")
+    option(group, "--temperature", "T", "0 takes the best, 1 is neutral")
     option(group, "--top-k", "K", "the K best tokens only", off=0)
     option(group, "--top-p", "P", "the fewest that hold P", off=1)
     option(group, "--min-p", "P", "at least P times the best one", off=0)
@@ -219,7 +219,7 @@ def build_parser():
     option(group, "--window", "W", "see only the last W tokens (default all)")
     option(group, "--context-shift", None, "drop the older half when it is full", action="store_true")
     option(group, "--keep", "N", "but never the first N tokens")
-    no_cache_help = "run the whole text for each token: slow, for study"
+    no_cache_help = "slow: run the whole text for each token"
     group.add_argument(
         "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
     )
@@ -470,6 +470,34 @@ def interact(session, prompts, args, model, as_typed):
 # ---------------------------------------------------------------------------------------- the run
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _terminate(number, _):
+    raise SystemExit(128 + number)
+
+
+def _signals_raise():
+    """From now on Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, so that every `finally` has its turn.
+
+    A signal that whoever started the process had it ignore stays ignored.
+    """
+    for number, handler in zip(SIGNALS, (signal.default_int_handler, _terminate), strict=True):
+        if signal.getsignal(number) != signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_restored():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, or has
+            for number, handler in zip(SIGNALS, before, strict=True):
+                signal.signal(number, handler)
+
+
 def run(args, as_typed):
     """Read the prompts, load the models, print the continuations; the exit code.
 
@@ -490,6 +518,8 @@ def run(args, as_typed):
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
+    # Until here a signal does what `__main__` says: a download's threads would let an exception wait for them.
+    _signals_raise()
     if args.interactive:
         session = Session(model, tokenizer, draft_model=draft_model, **options)
         if not args.quiet:
@@ -537,28 +567,6 @@ def run(args, as_typed):
     return 0
 
 
-@contextlib.contextmanager
-def _signals_raise():
-    """Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, such that every `finally` has its turn.
-
-    A signal that whoever started the process has it ignore stays ignored.
-    """
-
-    def terminate(number, _):
-        raise SystemExit(128 + number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, terminate)):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(argv=None):
     """Run a command line, by default the process's own; returns the exit code.
 
@@ -578,7 +586,7 @@ def main(argv=None):
     def as_typed(message):
         return parser.as_typed(message, argv)
 
-    with _signals_raise():
+    with _signals_restored():
         try:
             return run(parser.parse_args(argv), as_typed)
         except BrokenPipeError:
