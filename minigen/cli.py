@@ -401,7 +401,7 @@ def _read_turn():
 
 def _print_turn(session, text, args, model, echo):
     """One turn of interactive mode; whatever ends it, what there is of its text is shown, and a newline."""
-    seed, unshown, line_open = session.next_seed, "", False
+    seed, unshown, end = session.next_seed, "", None
     try:
         with contextlib.closing(session.turn(text)) as steps:
             for step in steps:
@@ -410,13 +410,14 @@ def _print_turn(session, text, args, model, echo):
                     unshown = _as_json(step, text, model, seed) if done else ""
                 else:
                     unshown += (text if echo else "") + step.text
-                echo, line_open = False, not unshown.endswith("\n") if unshown else True
+                # What has begun ends with a newline, be it empty; of JSON only whole objects begin.
+                echo, end = False, unshown[-1:] or end or (None if args.json else "")
                 if not args.no_stream:
                     sys.stdout.write(unshown)
                     sys.stdout.flush()
                     unshown = ""
     finally:
-        sys.stdout.write(unshown + "\n" * line_open)
+        sys.stdout.write(unshown + ("\n" if end not in (None, "\n") else ""))
         sys.stdout.flush()
     if done.logprobs is not None and not args.json:
         _note_logprobs(done)
@@ -442,7 +443,7 @@ def interact(session, prompts, args, model, as_typed):
             _note("Ctrl-C stops the text, Ctrl-D leaves")
     prompts, stopped = list(prompts), False
     while True:
-        echo = not args.no_echo and (prompts or not typed)
+        echo = not args.no_echo and (bool(prompts) or not typed)
         try:
             text = prompts.pop(0) if prompts else _read_turn()
         except EOFError:
@@ -459,6 +460,8 @@ def interact(session, prompts, args, model, as_typed):
         try:
             if text == "/new":
                 session.context = []
+                if typed:
+                    _note("a new text begins")
             else:
                 _print_turn(session, text, args, model, echo)
         except ValueError as error:
