@@ -73,10 +73,11 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"^argument (?:\S+/)?(\S+):", lambda match: f"{flags[actions[match[1]].dest]}:", message)
         message = re.sub(rf"^({names}) is .*; it must be (?:None|True|False) (?=with)", r"\1 cannot be given ", message)
         message = re.sub(rf"^((?:{names}) is .*), or None\b", r"\1", message)
-        keyword = rf"^(?:{names})(?= is | cannot )|(?<![\w/.'\"-])(?:{names})(?![\w/'\"])"
-        return re.sub(
-            keyword, lambda match: flags[match[0]] if match.start() == 0 or "_" in match[0] else match[0], message
-        )
+
+        def as_flag(match):
+            return flags[match[0]] if match.start() == 0 or "_" in match[0] else match[0]
+
+        return re.sub(rf"(?<![\w/.'\"-])(?:{names})(?![\w/'\"])", as_flag, message)
 
     def format_help(self):
         """The usage and every option on a line of its own, by groups."""

@@ -103,36 +103,62 @@ def test_the_next_turn_continues_what_was_shown(loaded, options, visible):
     assert done.token_ids == cold(loaded, tokenizer.encode(f"ab{visible}\ncd"), seed=2, **options).token_ids
 
 
-def test_a_turn_that_is_left_early(loaded, fed):
-    """By closing the iterator, and by an interrupt in the middle of a pass, when some layers lack the new keys."""
-    model, tokenizer = loaded
-    options = dict(seed=1, max_tokens=9, temperature=1.0, top_p=1.0, ignore_eos=True)
+@pytest.fixture
+def interrupt(loaded, monkeypatch):
+    """Lets the n-th MLP of a condition raise: its layer has stored the new keys then, and those after it lack them."""
+    model = loaded[0]
+    mlp = model._mlp
+
+    def arm(at, counts=lambda x: True):
+        calls = []
+
+        def interrupted(x, block):
+            if counts(x):
+                calls.append(x)
+            if len(calls) == at:
+                monkeypatch.setattr(model, "_mlp", mlp)
+                raise KeyboardInterrupt
+            return mlp(x, block)
+
+        monkeypatch.setattr(model, "_mlp", interrupted)
+
+    return arm
+
+
+def test_a_turn_whose_iterator_is_closed(loaded, fed):
+    options = dict(seed=1, max_tokens=9, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
     session = Session(*loaded, **options)
-    steps = session.turn("abc")
-    tokens = [next(steps).token for _ in range(3)]
+    steps = session.turn("bcd")
+    assert [next(steps).text for _ in range(3)] == ["a"] * 3
     steps.close()
-    assert tokenizer.decode(session.context).startswith("abc")
-    shown = session.context[3:]
-    assert shown == tokens[: len(shown)] or tokenizer.decode(shown) == tokenizer.decode(tokens)
-
-    mlp, calls = model._mlp, []
-
-    def interrupted(x, block):
-        calls.append(x.shape)
-        if len(calls) == 3:  # the first layer of the second pass has stored its keys, the second has not
-            raise KeyboardInterrupt
-        return mlp(x, block)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_mlp", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(session.turn("de"))
-    before = list(session.context)
+    assert session.context == loaded[1].encode("bcdaaa")
     fed.clear()
-    done = last(session.turn("f"))
-    assert fed[0] <= 4  # most of it was kept
-    new = tokenizer.encode("\nf")
-    assert done.token_ids == cold(loaded, before + new, **options | {"seed": 3}).token_ids
+    done = last(session.turn("e"))
+    assert fed[0] == 1 + 2
+    assert done.token_ids == cold(loaded, loaded[1].encode("bcdaaa\ne"), **options | {"seed": 2}).token_ids
+
+
+@pytest.mark.parametrize("at, kept", [(1, 5), (3, 6)], ids=["in the prompt", "in a step"])
+def test_a_turn_interrupted_in_the_middle_of_a_pass(loaded, fed, interrupt, at, kept):
+    _, tokenizer = loaded
+    options = dict(max_tokens=3, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
+    session = Session(*loaded, seed=1, **options)
+    assert last(session.turn("bcd")).text == "aaa"  # all but the last of the six are in the cache
+    interrupt(at)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.turn("ef"))
+    before = list(session.context)
+    assert before == tokenizer.encode("bcdaaa\nef" + "a" * (at > 1))
+    fed.clear()
+    done = last(session.turn("g"))
+    # What the interrupted pass was about to add is run again, and nothing else.
+    assert fed[0] == len(before) + 2 - (kept if at == 1 else 9)
+    # No bias here: the logits themselves must not show that something was interrupted.
+    del options["logit_bias"]
+    session.options = options
+    expected = cold(loaded, session.context + tokenizer.encode("\nh"), seed=4, **options)
+    assert last(session.turn("h")).token_ids == expected.token_ids
+    assert done.text == "aaa"
 
 
 def test_a_full_context_loses_nothing(loaded):
@@ -222,6 +248,18 @@ def test_a_prefix_cache_serves_any_prompt(loaded, fed):
         known = ids + done.token_ids[:-1]
         cut = rng.integers(0, len(known) + 1)
         ids = (known[:cut] + rng.integers(0, 256, rng.integers(1, 9)).tolist())[-40:]
+
+
+def test_a_prefix_cache_after_an_interrupted_shift(loaded, interrupt):
+    """The cache then holds some of the shifted context, in some layers; what it held before is gone."""
+    cache, ids = PrefixCache(loaded[0]), [*range(60)]
+    options = dict(max_tokens=20, seed=1, temperature=1.0, top_p=1.0, ignore_eos=True)
+    (done,) = minigen.generate(*loaded, [ids], **options)
+    interrupt(2 + 1, lambda x: x.shape[1] > 1)  # the prompt in two layers, and the shifted context in one
+    with pytest.raises(KeyboardInterrupt):
+        minigen.generate(*loaded, [ids], cache=cache, context_shift=True, **options)
+    (again,) = minigen.generate(*loaded, [ids], cache=cache, **options)
+    assert again.token_ids == done.token_ids
 
 
 def test_where_a_prefix_cache_does_not_go(loaded):
