@@ -8,16 +8,6 @@ import os
 # the first tokens after it instead of 55.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
-from minigen.api import generate, load, stream
-from minigen.beam import BeamConfig
-from minigen.cache import KVCache
-from minigen.decode import Completion, DecodingConfig, Step
-from minigen.model import GPT2, GPT2Config
-from minigen.sampler import History, SamplingConfig, draw, probs
-from minigen.score import Score, score
-from minigen.speculative import SpeculationConfig
-from minigen.tokenizer import Tokenizer
-
 __version__ = "0.1.0"
 __all__ = [
     "GPT2",
@@ -27,8 +17,10 @@ __all__ = [
     "GPT2Config",
     "History",
     "KVCache",
+    "PrefixCache",
     "SamplingConfig",
     "Score",
+    "Session",
     "SpeculationConfig",
     "Step",
     "Tokenizer",
@@ -39,3 +31,29 @@ __all__ = [
     "score",
     "stream",
 ]
+
+
+def __getattr__(name):
+    """Imports what is public when the first of it is asked for, so that `__main__` runs before NumPy's import.
+
+    All of it at once: a function may have the name of its module, which an import of the module alone would leave here.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from minigen.api import generate, load, stream
+    from minigen.beam import BeamConfig
+    from minigen.cache import KVCache
+    from minigen.decode import Completion, DecodingConfig, PrefixCache, Step
+    from minigen.model import GPT2, GPT2Config
+    from minigen.sampler import History, SamplingConfig, draw, probs
+    from minigen.score import Score, score
+    from minigen.session import Session
+    from minigen.speculative import SpeculationConfig
+    from minigen.tokenizer import Tokenizer
+
+    globals().update({key: value for key, value in locals().items() if key in __all__})
+    return globals()[name]
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -135,10 +135,65 @@ def _lacks(folder):
     return f"{folder} has neither vocab.json with merges.txt nor tokenizer.json"
 
 
+def _download(repo_id):
+    """Fetch a hub repository, as far as it is needed, into the local cache; the snapshot folder.
+
+    A token that the hub refuses is left out, for a public repository needs none. Raises OSError, in one sentence that
+    says what to do; none of them shows a token.
+    """
+    # Imported here because it takes longer than everything else together, and most runs need no hub.
+    from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download, utils
+
+    utils.logging.set_verbosity_error()  # it tries again by itself, and that is all its warnings say
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    token, advice = None, ""
+
+    def ask():
+        # snapshot_download asks the same first, but would wait without limit for an answer.
+        HfApi().model_info(repo_id, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+    try:
+        try:
+            ask()
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != 401 or not get_token():
+                raise
+            token = False
+            refused = "the hub refused your token: renew it with `hf auth login`, or unset HF_TOKEN"
+            advice = f"; {refused}"
+            ask()
+            warnings.warn(f"{refused}; {repo_id} is public and is fetched without", stacklevel=4)
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, token=token))
+    except errors.GatedRepoError as error:
+        sentence = f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
+        raise OSError(sentence + advice) from error
+    except errors.RepositoryNotFoundError as error:
+        sentence = f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
+        raise OSError(sentence + advice) from error
+    except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            sentence = (
+                f"the hub does not let you read {repo_id}: ask for access on its page, or `hf auth login` as another"
+            )
+            raise OSError(sentence + advice) from error
+        if isinstance(error, OSError) and error.strerror:  # a full disk, or one that may not be written to
+            raise OSError(
+                f"cannot write {repo_id} to the local cache ({constants.HF_HUB_CACHE}): {error.strerror}; make room "
+                "there, or set HF_HOME to another folder"
+            ) from error
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        problem = re.sub(r"Bearer .*|hf_\w+", "your token", problem)  # a header that cannot be sent is quoted whole
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
+            f"({problem}); try again later, or give the folder of a checkpoint"
+        ) from error
+
+
 def _from_hub(repo_id):
     """The snapshot folder of a hub repository: from the local cache if it is complete there, else downloaded."""
-    # Imported here because it takes longer than everything else together, and most runs need no hub.
-    from huggingface_hub import constants, errors, snapshot_download, utils
+    from huggingface_hub import constants
 
     # The library's own look into its cache wants every file that the repository has; what is needed is enough here.
     cached = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
@@ -147,30 +202,15 @@ def _from_hub(repo_id):
     for folder in snapshots:
         if not _lacks(folder):
             return folder
-
-    problem = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        if not sys.stderr.isatty():
-            utils.disable_progress_bars()
-        try:
-            folder = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
-            problem = _lacks(folder)
-            if not problem:
-                return folder
-        except errors.GatedRepoError as error:
-            raise OSError(
-                f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise OSError(
-                f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
-            ) from error
-        except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
-            problem = str(error).partition("\n")[0]
-    raise OSError(
-        f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
-        f"({problem}); go online once, or give the folder of a checkpoint"
-    )
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE is set: unset "
+            "it and go online once, or give the folder of a checkpoint"
+        )
+    folder = _download(repo_id)
+    if problem := _lacks(folder):
+        raise OSError(f"{repo_id} is no checkpoint that can be used: {problem}; choose another, or convert it yourself")
+    return folder
 
 
 def find(name=None):

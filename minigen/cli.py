@@ -5,11 +5,14 @@ python -m minigen "Once upon a time" --temperature 0.8 --seed 1
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -22,6 +25,7 @@ from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
 from minigen.checks import is_number, require
 from minigen.colours import UNLIKELY, Painter, has_colours, legend
 from minigen.score import score
+from minigen.session import Session
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -39,10 +43,57 @@ FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
+    """argparse with prompts anywhere between the options, errors of one line, and a help page of one screen."""
+
+    def parse_args(self, argv):
+        """The options of a command line, and its prompts: what is no option, and all that stands after `--`."""
+        end = argv.index("--") if "--" in argv else len(argv)
+        # argparse wants positional arguments to stand together; prompts are what a parser without any leaves over.
+        args, args.prompt = self.parse_known_args(argv[:end])
+        for text in args.prompt:
+            # As argparse has it: what holds a space, and a negative number, is no option.
+            if re.fullmatch(r"-[^ ]+", text) and not re.fullmatch(r"-\d+|-\d*\.\d+", text):
+                flag = text.partition("=")[0]
+                nearest = difflib.get_close_matches(flag, self._option_string_actions, 1, cutoff=0.7)
+                advice = f"did you mean {nearest[0]}?" if nearest else "a prompt that begins so stands after --"
+                self.error(f"there is no option {flag}: {advice}")
+        args.prompt += argv[end + 1 :]
+        return args
 
     def error(self, message):
         raise ValueError(f"{message} (see {self.prog} --help)")
+
+    def as_typed(self, message, argv):
+        """An error's message with options named as they were typed, and without None, True and False.
+
+        argparse names an option by all its flags; the Python API by its keyword, which is known by its place at the
+        message's beginning or by an underscore.
+        """
+        actions = self._option_string_actions
+        # Of an option that was not typed the long flag; those of aliases come after it.
+        flags = {action.dest: action.option_strings[-1] for action in reversed(actions.values())}
+        flags |= {actions[flag].dest: flag for flag in (arg.partition("=")[0] for arg in argv) if flag in actions}
+
+        names = "|".join(OPTION_NAMES & flags.keys())
+        message = re.sub(r"^argument (?:\S+/)?(\S+):", lambda match: f"{flags[actions[match[1]].dest]}:", message)
+        message = re.sub(rf"^({names}) is .*; it must be (?:None|True|False) (?=with)", r"\1 cannot be given ", message)
+        message = re.sub(rf"^((?:{names}) is .*), or None\b", r"\1", message)
+
+        def as_flag(match):
+            return flags[match[0]] if match.start() == 0 or "_" in match[0] else match[0]
+
+        return re.sub(rf"(?<![\w/.'\"-])(?:{names})(?![\w/'\"])", as_flag, message)
+
+    def format_help(self):
+        """The usage and every option on a line of its own, by groups."""
+        lines = [self.description]
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            lines += [f"{group.title}:"] if shown else []
+            for action in shown:
+                flags = ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
+                lines.append(f"  {flags:28} {action.help}")
+        return "\n".join([*lines, self.epilog, ""])
 
 
 def _decode(data):
@@ -68,6 +119,20 @@ def _bias(text):
         ) from None
 
 
+def _whole_number(text):
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def _early_stopping(text):
     choices = {"true": True, "false": False, "never": "never"}
     if text not in choices:
@@ -85,120 +150,123 @@ def build_parser():
     """The command line's options; those of `generate` are in the result only where they were given."""
     parser = Parser(
         prog="minigen",
-        description="Continue a text with GPT-2. The text goes to stdout, everything else to stderr.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="usage: minigen [PROMPT ...] [options]    Continues a text with GPT-2, on stdout.",
+        epilog="Switches are off by default. Filters work in the order penalties, n-grams,\n"
+        "bias, temperature, top-k, top-p, min-p, typical-p.",
+        add_help=False,
         allow_abbrev=False,
-        epilog="Filters work in this order, each on what the one before left: penalties, n-gram ban, bias, temperature,"
-        "\ntop-k, top-p, min-p, typical-p.",
     )
 
-    def option(group, flags, metavar, help, **kwargs):
-        """One option of `generate`: absent unless given, of its default's type, and its default shown."""
+    def option(group, flags, metavar, help, off=None, **kwargs):
+        """One option of `generate`: absent unless given, of its default's type, and its default shown.
+
+        off: the value that switches it off; None where there is none.
+        """
         name = flags.split()[-1].removeprefix("--").replace("-", "_")
         default = DEFAULTS[name]
         if metavar:
             kwargs["metavar"] = metavar
         if "action" not in kwargs:
-            kwargs.setdefault("type", float if isinstance(default, float) else int)
+            kwargs.setdefault("type", _number if isinstance(default, float) else _whole_number)
         if is_number(default):
-            help += f" (default {default})"
+            neutral = "" if off is None else ", off" if off == default else f", off at {off}"
+            help += f" (default {default:g}{neutral})"
         group.add_argument(*flags.split(), dest=name, default=argparse.SUPPRESS, help=help, **kwargs)
         for alias in ALIASES.get(name, ()):
             group.add_argument(alias, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
 
     group = parser.add_argument_group("model")
-    source = "a folder, a bundled model, or a hub id: gpt2, distilgpt2, owner/name"
+    source = "folder, name or hub id"
     group.add_argument("-m", "--model", metavar="NAME", help=f"{source} (default {DEFAULT_MODEL})")
 
-    group = parser.add_argument_group("prompt (one final newline of a file or of stdin is dropped)")
-    group.add_argument("prompt", nargs="*", help="the text to continue, several texts, or - for stdin")
-    group.add_argument("-f", "--file", metavar="FILE", help="continue the text of a file")
-    group.add_argument("--prompts-file", metavar="FILE", help="continue each line of a file")
+    group = parser.add_argument_group("prompt (- is stdin, also read where there is no prompt)")
+    group.add_argument("-f", "--file", metavar="FILE", help="continue the text of a file (default none)")
+    group.add_argument("--prompts-file", metavar="FILE", help="continue each line of a file (default none)")
+    group.add_argument("-i", "--interactive", action="store_true", help="read a line, continue it, read the next ...")
 
     group = parser.add_argument_group("length")
     option(group, "-n --max-tokens", "N", "the most tokens to generate")
-    option(group, "--min-tokens", "N", "no end of text before so many tokens")
+    option(group, "--min-tokens", "N", "no end of text before N tokens", off=0)
     option(group, "--ignore-eos", None, "go on where the model would end the text", action="store_true")
-    option(group, "--stop", "TEXT", "end before this text; can be repeated", action="append", type=_text)
+    stop_help = "end before TEXT; repeatable (default none)"
+    option(group, "--stop", "TEXT", stop_help, action="append", type=_text)
     option(group, "--num-return-sequences", "N", "continuations of each prompt")
 
     group = parser.add_argument_group("sampling")
-    option(group, "--temperature", "T", "0 takes the most probable token, 1 leaves the model's probabilities")
-    option(group, "--top-k", "K", "keep the K most probable tokens; 0 is off")
-    option(group, "--top-p", "P", "keep the fewest tokens that hold P; 1 is off")
-    option(group, "--min-p", "P", "keep what has P of the best one's probability; 0 is off")
-    option(group, "--typical-p", "P", "keep the most typical tokens that hold P; 1 is off")
-    option(group, "--repetition-penalty", "X", "make tokens of prompt and output less likely; 1 is off")
-    option(group, "--presence-penalty", "X", "subtract from the logit of each output token; 0 is off")
-    option(group, "--frequency-penalty", "X", "subtract each time the token occurs; 0 is off")
-    option(group, "--no-repeat-ngram-size", "N", "no run of N tokens comes twice; 0 is off")
-    bias_help = "add to a token's logit, ID-inf bans it; TEXT=BIAS names it by text; can be repeated"
+    option(group, "--temperature", "T", "0 takes the best, 1 is neutral")
+    option(group, "--top-k", "K", "the K best tokens only", off=0)
+    option(group, "--top-p", "P", "the fewest that hold P", off=1)
+    option(group, "--min-p", "P", "at least P times the best one", off=0)
+    option(group, "--typical-p", "P", "the most typical that hold P", off=1)
+    option(group, "--repetition-penalty", "X", "against tokens of the text", off=1)
+    option(group, "--presence-penalty", "X", "against tokens of the output", off=0)
+    option(group, "--frequency-penalty", "X", "the same, each time it occurs", off=0)
+    option(group, "--no-repeat-ngram-size", "N", "no run of N tokens twice", off=0)
+    bias_help = "or ID-inf, TEXT=BIAS; repeatable (default none)"
     option(group, "--logit-bias", "ID+BIAS", bias_help, action="append", type=_bias)
-    option(group, "-s --seed", "N", "repeat a run; the seed in use is printed (default random)")
+    option(group, "-s --seed", "N", "repeat a run (default random, and shown)")
 
-    group = parser.add_argument_group("beam search")
-    option(group, "--num-beams", "N", "keep the N best partial texts; 1 is off")
-    option(group, "--length-penalty", "X", "0 ranks by the sum, more favours longer texts")
-    stop_help = "stop at N finished texts, when no better one is likely, or when none is possible (default false)"
-    option(group, "--early-stopping", "true|false|never", stop_help, type=_early_stopping)
+    group = parser.add_argument_group("beams")
+    option(group, "--num-beams", "N", "keep the N best partial texts", off=1)
+    option(group, "--length-penalty", "X", "0: by sum; more: longer")
+    stop_help = "true, false or never better (default false)"
+    option(group, "--early-stopping", "WHEN", stop_help, type=_early_stopping)
 
     group = parser.add_argument_group("speculation")
-    group.add_argument("--speculative", action="store_true", help="let a smaller model draft, the one known to fit")
-    group.add_argument("--draft-model", metavar="NAME", help="let this model draft; it needs the same vocabulary")
+    group.add_argument("--speculative", action="store_true", help="let the smaller model known to fit draft")
+    group.add_argument("--draft-model", metavar="NAME", help="let this one draft (default none)")
     option(group, "--num-draft-tokens", "N|auto", "tokens it proposes at a time", type=_draft_tokens)
-    option(group, "--prompt-lookup-num-tokens", "N", "draft N tokens from the text itself; 0 is off")
-    option(group, "--max-matching-ngram-size", "N", "the longest end of the text to look up in it")
+    option(group, "--prompt-lookup-num-tokens", "N", "draft from the text itself", off=0)
+    option(group, "--max-matching-ngram-size", "N", "longest end to look up in it")
 
-    group = parser.add_argument_group("cache and context")
-    cache_help = "keep what the prompt gave in this file; a prompt that begins like the one in it starts sooner"
+    group = parser.add_argument_group("cache")
+    cache_help = "keep the prompt's keys and values (default none)"
     group.add_argument("--prompt-cache", metavar="FILE", help=cache_help)
-    option(
-        group,
-        "--window",
-        "W",
-        "bound the memory: each token sees only the last W tokens, which GPT-2 was not trained for",
-    )
-    option(
-        group, "--context-shift", None, "when the context is full, drop its older half and go on", action="store_true"
-    )
-    option(group, "--keep", "N", "the first N tokens that --context-shift never drops")
-    no_cache_help = "run the whole text again for every token: slow, for study"
+    option(group, "--window", "W", "see only the last W tokens (default all)")
+    option(group, "--context-shift", None, "drop the older half when it is full", action="store_true")
+    option(group, "--keep", "N", "but never the first N tokens")
+    no_cache_help = "slow: run the whole text for each token"
     group.add_argument(
         "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
     )
 
     group = parser.add_argument_group("scoring, instead of generating")
-    score_help = "print the perplexity of a file's text, or of stdin's (-); its first token has nothing before it and "
-    score_help += "is not scored, so begin with <|endoftext|> to have every token of the text itself scored"
-    group.add_argument("--score", metavar="FILE", help=score_help)
-    stride_help = "run a text longer than the context in windows N tokens apart (default half the context)"
-    group.add_argument("--stride", type=int, metavar="N", help=stride_help)
+    group.add_argument("--score", metavar="FILE", help="print the perplexity of a text, of stdin's with -")
+    group.add_argument("--stride", type=int, metavar="N", help="in windows N apart (default half the context)")
 
     group = parser.add_argument_group("output")
-    option(group, "--logprobs", "N", "log-probabilities, also of the N best tokens at each place; 0 with --score")
-    probs_help = "colour each token by its probability, on a terminal, and list the unlikely ones with better ones"
-    group.add_argument("--show-probs", action="store_true", help=probs_help)
-    group.add_argument("--json", action="store_true", help="one JSON object a line for each continuation")
+    option(group, "--logprobs", "N", "with those of the N best tokens; 0 with --score (default off)")
+    group.add_argument("--show-probs", action="store_true", help="colour tokens by probability, on a terminal")
+    group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
-    group.add_argument("--no-echo", action="store_true", help="do not print the prompt before its continuation")
+    group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
-    group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}")
+    group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
+    group.add_argument("-h", "--help", action="help", help="show this")
     return parser
 
 
 # ---------------------------------------------------------------------------------------- prompts
 
 
-def _read_file(path):
-    """The text of a file or of stdin ("-"), without byte order mark and without one final newline."""
-    if path == "-" and sys.stdin is None:
-        raise OSError("the prompt should come from stdin, which is closed")
-    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+def _content(data):
+    """The text of a file's bytes, without byte order mark and without one final newline."""
     return _decode(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
 
 
+def _read_file(path):
+    """The text of a file or of stdin ("-")."""
+    require(path, "the name of the file", path, "that of a file, or - for stdin")
+    if path == "-" and sys.stdin is None:
+        raise OSError("the prompt should come from stdin, which is closed")
+    return _content(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
+
+
 def read_prompts(args):
-    """The prompts of a command line. Raises OSError for files that cannot be read, ValueError where there is none."""
+    """The prompts of a command line. Raises OSError for files that cannot be read, ValueError where there is none.
+
+    Interactive mode takes one of the command line or of a file for its first turn, and leaves stdin alone.
+    """
     sources = [bool(args.prompt), args.file is not None, args.prompts_file is not None]
     if sum(sources) > 1:
         raise ValueError("prompts come from the command line, from --file or from --prompts-file; give one of these")
@@ -216,6 +284,8 @@ def read_prompts(args):
         ) from error
     if args.prompt:
         return [_read_file("-") if prompt == "-" else _text(prompt) for prompt in args.prompt]
+    if args.interactive:
+        return []
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError('there is no prompt: give one, as in minigen "Once upon a time", or pipe it in')
     return [_read_file("-")]
@@ -336,6 +406,94 @@ def _closing_line(completions, prompt_cache):
     )
 
 
+# ---------------------------------------------------------------------------------------- interactive mode
+
+
+def _read_turn():
+    """The next line of stdin, without its end. Raises EOFError where there is none."""
+    if sys.stdin is None:
+        raise EOFError
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input("> ")  # with readline, where that was imported
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return _content(line)
+
+
+def _print_turn(session, text, args, model, echo):
+    """One turn of interactive mode; whatever ends it, what there is of its text is shown, and a newline."""
+    seed, unshown, end = session.next_seed, "", None
+    try:
+        with contextlib.closing(session.turn(text)) as steps:
+            for step in steps:
+                done = step.completion
+                if args.json:
+                    unshown = _as_json(step, text, model, seed) if done else ""
+                else:
+                    unshown += (text if echo else "") + step.text
+                # What has begun ends with a newline, be it empty; of JSON only whole objects begin.
+                echo, end = False, unshown[-1:] or end or (None if args.json else "")
+                if not args.no_stream:
+                    sys.stdout.write(unshown)
+                    sys.stdout.flush()
+                    unshown = ""
+    finally:
+        sys.stdout.write(unshown + ("\n" if end not in (None, "\n") else ""))
+        sys.stdout.flush()
+    if done.logprobs is not None and not args.json:
+        _note_logprobs(done)
+    if done.finish_reason == "context":
+        n_positions = session.model.config.n_positions
+        _note(
+            f"the text fills the model's context of {n_positions} tokens: /new begins another, --context-shift goes on"
+        )
+
+
+def interact(session, prompts, args, model, as_typed):
+    """Read turns, and print what the model makes of each, until stdin ends; the exit code.
+
+    prompts: the first turns. A turn that cannot be run is told, and changes nothing.
+    """
+    typed = sys.stdin is not None and sys.stdin.isatty()
+    if typed:
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() edits lines and remembers them from now on
+        if not args.quiet:
+            _note("each line is added to the text, and continued; an empty one adds nothing; /new begins a new text")
+            _note("Ctrl-C stops the text, Ctrl-D leaves")
+    prompts, stopped = list(prompts), False
+    while True:
+        echo = not args.no_echo and (bool(prompts) or not typed)
+        try:
+            text = prompts.pop(0) if prompts else _read_turn()
+        except EOFError:
+            if typed:
+                _note("")  # the shell's own prompt gets a line of its own
+            return 0
+        except KeyboardInterrupt:
+            if stopped or not typed:
+                raise
+            stopped = True
+            _note("\nCtrl-C again leaves, as Ctrl-D does")
+            continue
+        stopped = False
+        try:
+            if text == "/new":
+                session.context = []
+                if typed:
+                    _note("a new text begins")
+            else:
+                _print_turn(session, text, args, model, echo)
+        except ValueError as error:
+            _note(f"minigen: {as_typed(str(error))}")
+        except KeyboardInterrupt:
+            pass  # of the turn; the next one follows
+
+
 # ---------------------------------------------------------------------------------------- the run
 
 
@@ -389,8 +547,39 @@ def run_score(args):
     return 0
 
 
-def run(args):
-    """Read the prompts, load the models, print the continuations; the exit code."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _terminate(number, _):
+    raise SystemExit(128 + number)
+
+
+def _signals_raise():
+    """From now on Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, so that every `finally` has its turn.
+
+    A signal that whoever started the process had it ignore stays ignored.
+    """
+    for number, handler in zip(SIGNALS, (signal.default_int_handler, _terminate), strict=True):
+        if signal.getsignal(number) != signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_restored():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, or has
+            for number, handler in zip(SIGNALS, before, strict=True):
+                signal.signal(number, handler)
+
+
+def run(args, as_typed):
+    """Read the prompts, load the models, print the continuations; the exit code.
+
+    as_typed: puts an error's message in the words of the command line.
+    """
     if args.score is not None:
         return run_score(args)
     if args.stride is not None:
@@ -408,10 +597,20 @@ def run(args):
     decoding = check_options(without_bias, drafts=draft_name is not None, cached=cached).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     prompts = read_prompts(args)
+    if args.interactive:
+        require(len(prompts) < 2, "the number of prompts", len(prompts), "1 or none with --interactive")
+        require(not cached, "--prompt-cache", args.prompt_cache, "left out with --interactive, which keeps its own")
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
+    # Until here a signal does what `__main__` says: a download's threads would let an exception wait for them.
+    _signals_raise()
+    if args.interactive:
+        session = Session(model, tokenizer, draft_model=draft_model, **options)
+        if not args.quiet:
+            _note(_header(name, folder, model, draft_name, options))
+        return interact(session, prompts, args, name, as_typed)
     steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))
@@ -459,10 +658,12 @@ def run(args):
 
 
 def main(argv=None):
-    """The console entry point; returns the exit code.
+    """Run a command line, by default the process's own; returns the exit code.
 
-    0, or 2 where what was asked cannot be done, 130 after Ctrl-C, 141 after the reader of a pipe has left.
+    0, or 2 where what was asked cannot be done, 130 after Ctrl-C, 141 after the reader of a pipe has left. SIGTERM
+    raises SystemExit, with 143.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
     # Python has None for a stream that was closed before it started.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
@@ -470,22 +671,33 @@ def main(argv=None):
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
     warnings.showwarning = lambda message, *_, **__: _note(f"minigen: warning: {message}")
-    try:
-        return run(build_parser().parse_args(argv))
-    except BrokenPipeError:
-        return 141  # the reader has left, as head does
-    except KeyboardInterrupt:
-        return 130
-    except MemoryError as error:
-        _note(f"minigen: there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts")
-        return 2
-    except (OSError, ValueError) as error:
-        _note(f"minigen: {error}")
-        return 2
-    finally:
-        # What a closed pipe or a full disk has left in a buffer must not come up again when Python exits.
-        for output in (sys.stdout, sys.stderr):
-            try:
-                output.flush()
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    parser = build_parser()
+
+    def as_typed(message):
+        return parser.as_typed(message, argv)
+
+    with _signals_restored():
+        try:
+            return run(parser.parse_args(argv), as_typed)
+        except BrokenPipeError:
+            return 141  # the reader has left, as head does
+        except KeyboardInterrupt:
+            return 130
+        except MemoryError as error:
+            _note(
+                f"minigen: there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts"
+            )
+            return 2
+        except OSError as error:
+            _note(f"minigen: {error}")
+            return 2
+        except ValueError as error:
+            _note(f"minigen: {as_typed(str(error))}")
+            return 2
+        finally:
+            # What a closed pipe or a full disk has left in a buffer must not come up again when Python exits.
+            for output in (sys.stdout, sys.stderr):
+                try:
+                    output.flush()
+                except OSError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())

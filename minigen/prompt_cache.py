@@ -76,7 +76,7 @@ def _embeddings(model, ids):
     return hashlib.sha256(embed(np.asarray(ids), model.params["wte.weight"]).tobytes()).hexdigest()
 
 
-def _common_length(a, b):
+def common_length(a, b):
     """How many ids two texts have in common at their beginning."""
     different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(different, min(len(a), len(b)))
@@ -113,7 +113,7 @@ def _read(path, model, cache, ids):
     if metadata.get("embeddings") != _embeddings(model, saved_ids):
         raise _refusal(path, "was made with other weights: its tokens have other embeddings")
     checksum = zlib.crc32(saved_ids)
-    known = _common_length(saved_ids.tolist(), ids)
+    known = common_length(saved_ids.tolist(), ids)
     plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
     last = []
     for layer in range(config.n_layer):

@@ -803,7 +803,7 @@ def test_command_line(command, tmp_path):
     ("args", "words"),
     [
         (("a", "--window", "4"), ["window"]),
-        (("a", "--no-cache"), ["use_cache"]),
+        (("a", "--no-cache"), ["--no-cache"]),
         (("a", "b"), ["number of prompts"]),
     ],
 )
