@@ -16,6 +16,7 @@ from minigen.model import GPT2, GPT2Config
 from minigen.sampler import History, SamplingConfig, draw, probs
 from minigen.speculative import SpeculationConfig
 from minigen.tokenizer import Tokenizer
+from minigen.trace import trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "load",
     "probs",
     "stream",
+    "trace",
 ]

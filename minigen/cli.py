@@ -13,12 +13,14 @@ import sys
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import minigen
 from minigen.api import CONFIGS, OPTION_NAMES, check_options, load, stream
 from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
 from minigen.checks import is_number
+from minigen.trace import check_file, traced
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -167,6 +169,8 @@ def build_parser():
     group.add_argument("--json", action="store_true", help="one JSON object a line for each continuation")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt before its continuation")
+    trace_help = "write a page to FILE that shows how each token came about, to open in a browser"
+    group.add_argument("--trace", metavar="FILE", help=trace_help)
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
     group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}")
     return parser
@@ -321,12 +325,15 @@ def run(args):
     cached = args.prompt_cache is not None
     decoding = check_options(without_bias, drafts=draft_name is not None, cached=cached).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
+    if args.trace is not None:
+        check_file(args.trace)
     prompts = read_prompts(args)
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
+    start = stream if args.trace is None else partial(traced, file=args.trace)
+    steps = start(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
