@@ -205,7 +205,8 @@ class Recorder(Watcher):
     def _record_step(self, cache, kind):
         if self.attended is None:
             return
-        if cache is not self._cache:
+        is_new = cache is not self._cache
+        if is_new:
             self._cache, self._rings = cache, {}
         self._running = [row for row in self._running if not row.finish_reason]
         rings = {}
@@ -222,7 +223,7 @@ class Recorder(Watcher):
             if kind == "pass" or ring["changes"]:
                 rings[row.index] = ring
         if rings:
-            self.steps.append({"kind": kind, "capacity": cache.capacity, "rows": rings})
+            self.steps.append({"kind": kind, "new": is_new, "capacity": cache.capacity, "rows": rings})
 
     def fed(self, cache):
         self._record_step(cache, "pass")
