@@ -34,20 +34,9 @@ MOST_WEIGHTS = 12_000_000
 # Queries of the prompt that one pass takes: its logits and attention weights are in memory together.
 CHUNK = 32
 # The sampler's steps in its order, each by the options that rule it.
-FILTERS = (
-    ("repetition_penalty",),
-    ("presence_penalty", "frequency_penalty"),
-    ("no_repeat_ngram_size",),
-    ("logit_bias",),
-    ("min_tokens", "ignore_eos"),
-    ("logits_processors",),
-    ("temperature",),
-    ("top_k",),
-    ("top_p",),
-    ("min_p",),
-    ("typical_p",),
-)
-BEFORE_TEMPERATURE = {name for names in FILTERS[:6] for name in names}
+PENALTIES = "repetition_penalty", "presence_penalty frequency_penalty", "no_repeat_ngram_size", "logit_bias"
+BEFORE_TEMPERATURE = *PENALTIES, "min_tokens ignore_eos", "logits_processors"
+FILTERS = *BEFORE_TEMPERATURE, "temperature", "top_k", "top_p", "min_p", "typical_p"
 NEUTRAL = SamplingConfig(temperature=1, top_p=1)
 
 
@@ -58,13 +47,12 @@ def stages(sampling, beams=False):
     """
     config = replace(NEUTRAL, eos_ids=sampling.eos_ids)
     found = [("model", config)]
-    for names in FILTERS:
-        given = {name: getattr(sampling, name) for name in names}
+    for names in BEFORE_TEMPERATURE if beams else FILTERS:
+        given = {name: getattr(sampling, name) for name in names.split()}
         given = {name: value for name, value in given.items() if value != getattr(NEUTRAL, name)}
-        if given and not (beams and not given.keys() <= BEFORE_TEMPERATURE):
+        if given:
             config = replace(config, **given)
-            plain = {name: value for name, value in given.items() if isinstance(value, int | float)}
-            spelled = [f"{name} {value}" if name in plain else name for name, value in given.items()]
+            spelled = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in given.items()]
             found.append((", ".join(spelled), config))
         if sampling.temperature == 0 and "temperature" in given:
             break  # the most probable token is taken here
