@@ -399,22 +399,28 @@ def page(data):
 
 
 def traced(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **options):
-    """`stream`, recorded: yields its steps, and writes the page to `file` when they end, also by an error or a Ctrl-C.
+    """`stream`, recorded: yields its steps, and writes the page to `file` when they end or are left, as by Ctrl-C.
 
-    Raises what `stream` raises, and OSError at once where `file` cannot be written.
+    Raises what `stream` raises, and then writes nothing, and OSError at once where `file` cannot be written. Without a
+    prompt there is no page.
     """
     check_file(file)
     recorder = Recorder(model, tokenizer)
     steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, watcher=recorder, **options)
 
+    def write():
+        if recorder.rows:
+            given = {name: str(value) for name, value in options.items() if value not in (None, {}, (), [])}
+            limits = {"asked": recorder.asked, "most_choices": MOST_CHOICES, "most_weights": MOST_WEIGHTS}
+            _write(file, page(recorder.data() | {"options": given} | limits))
+
     def run():
         try:
             yield from steps
-        finally:
-            if recorder.rows:
-                given = {name: str(value) for name, value in options.items() if value not in (None, {}, (), [])}
-                limits = {"asked": recorder.asked, "most_choices": MOST_CHOICES, "most_weights": MOST_WEIGHTS}
-                _write(file, page(recorder.data() | {"options": given, "drafts": draft_model is not None} | limits))
+        except (GeneratorExit, KeyboardInterrupt):
+            write()
+            raise
+        write()
 
     return run()
 

@@ -550,6 +550,16 @@ def test_a_run_that_is_left_early_is_shown_so_far(tok, file):
     assert (row["finish_reason"], row["n_generated"]) == (None, 3)
 
 
+def test_an_error_in_the_run_is_told_and_writes_nothing(tok, file):
+    def refuse(history, logits):
+        return logits if len(history.ids) < 11 else np.full_like(logits, -np.inf)
+
+    with pytest.raises(ValueError, match="generated token 4 cannot be chosen: every token is ruled out"):
+        minigen.trace(tiny().model, tok, PROMPT, file, logits_processors=[refuse])
+    assert not file.exists()
+    assert minigen.trace(tiny().model, tok, [], file) == [] and not file.exists()
+
+
 # ---- the file ----------------------------------------------------------------------------------------------------
 
 
