@@ -84,19 +84,22 @@ MODES = {
     "greedy": {"temperature": 0},
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "temperature": 1.5, "min_p": 0.01},
     "several": {"num_return_sequences": 2},
+    "uneven": {"num_return_sequences": 3, "temperature": 2.0, "top_p": 1.0, "stop": list("aeioustnrhlTHEANDOR ,.19")},
     "no cache": {"use_cache": False, "max_tokens": 8},
     "window": {"window": 5, "max_tokens": 39, "temperature": 1.2, "ignore_eos": True},
     "shift": {"context_shift": True, "keep": 3, "max_tokens": 70, "ignore_eos": True},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "beams with penalties": {"num_beams": 3, "repetition_penalty": 1.3, "length_penalty": 0.5},
+    "beams that end": {"num_beams": 3, "stop": [chr(c) for c in range(32, 127)], "length_penalty": 2.0},
     "draft model": {"drafts": True, "temperature": 2.0, "max_tokens": 39},
     "greedy draft model": {"drafts": True, "temperature": 0, "max_tokens": 39},
     "draft model and shift": {"drafts": True, "temperature": 2.0, "context_shift": True, "max_tokens": 60},
+    "draft model and window": {"drafts": True, "temperature": 2.0, "window": 6, "max_tokens": 39, "ignore_eos": True},
     "n-grams": {"prompt_lookup_num_tokens": 3, "temperature": 0.5, "max_tokens": 39},
     "prompt cache": {"cache": True},
 }
-SPECULATIVE = ["draft model", "greedy draft model", "draft model and shift", "n-grams"]
-BEAMS = ["beams", "beams with penalties"]
+SPECULATIVE = ["draft model", "greedy draft model", "draft model and shift", "draft model and window", "n-grams"]
+BEAMS = ["beams", "beams with penalties", "beams that end"]
 
 
 def options_of(mode, tok, tmp_path):
@@ -110,7 +113,7 @@ def options_of(mode, tok, tmp_path):
 
 
 def prompts_of(mode):
-    return ["abcabcab", "xyz"] if mode in ("several", "beams") else PROMPT
+    return ["abcabcab", "xyz"] if mode in ("several", "uneven", "beams") else PROMPT
 
 
 class Run(NamedTuple):
@@ -191,6 +194,8 @@ def test_a_traced_run_gives_what_an_untraced_one_gives(runs, tok, tmp_path, mode
     expected = [tok.encode(prompts[done.prompt_index]) + done.token_ids for done in plain]
     assert [row["ids"] for row in run.data["rows"]] == expected
     assert [row["finish_reason"] for row in run.data["rows"]] == [done.finish_reason for done in plain]
+    if mode == "uneven":
+        assert len({len(done.token_ids) for done in plain}) > 3
     # No generated token is without its choice, and none of a prompt but the first.
     for row in run.data["rows"]:
         choices = [choice for choice in run.data["choices"] if choice["row"] == row["index"]]
@@ -315,7 +320,9 @@ def test_the_last_stage_is_the_samplers_own_distribution_to_the_bit(options):
     assert len({name for name, _ in found}) == len(found)
 
 
-@pytest.mark.parametrize("mode", ["sampled", "penalties", "several", "window", "shift", "no cache", "prompt cache"])
+@pytest.mark.parametrize(
+    "mode", ["sampled", "penalties", "several", "uneven", "window", "shift", "no cache", "prompt cache"]
+)
 def test_uniforms_are_the_generators_own_and_fall_on_the_token(runs, mode):
     data = runs(mode).data
     seen = 0
@@ -347,7 +354,7 @@ def test_the_ring_is_that_of_a_model_of_one(runs, mode):
     data = runs(mode).data
     for row in data["rows"]:
         rolled_back = 0
-        model, length, shown = {}, 0, []
+        model, length, shown, shifts = {}, 0, [], set()
         for step in data["steps"]:
             ring = step["rows"].get(str(row["index"]))
             if ring is None:
@@ -365,16 +372,22 @@ def test_the_ring_is_that_of_a_model_of_one(runs, mode):
                 assert ring["written"] == [length, ring["length"]] and ring["length"] > length
                 window = data["window"] or ring["length"]
                 assert ring["sees"] == max(0, ring["length"] - window)
+                if mode not in SPECULATIVE + BEAMS:  # whose rows do not hold yet what is fed
+                    assert ring["length"] == ring["n"] - ring["shift"]
+                shifts.add(ring["shift"])
             for slot, position, count in ring["changes"]:
                 for i in range(count):
                     assert shown[slot + i] != (position + i if position >= 0 else -1)
                     shown[slot + i] = position + i if position >= 0 else -1
             length = ring["length"]
             assert {slot: position for slot, position in enumerate(shown) if position >= 0} == model
-        assert shown
+        assert shown and (shifts != {0}) == (mode in ("shift", "draft model and shift"))
     capacity = {step["capacity"] for step in data["steps"]}
     if mode == "window":
         assert capacity == {5 + 3} and length > 40
+    if mode == "prompt cache":  # of the five tokens in the file the last one is run again
+        kinds = [(step["kind"], step["rows"]["0"].get("written")) for step in data["steps"][:2]]
+        assert kinds == [("restored", None), ("pass", [4, 8])]
     if mode in SPECULATIVE:
         dropped = sum(len(found["drafts"]) + 1 - len(found["choices"]) for found in data["rounds"][:-1])
         assert rolled_back >= dropped > 0
@@ -416,21 +429,45 @@ def test_the_tree_leads_to_the_scores_of_the_search(runs, mode):
             np.testing.assert_allclose(sums, np.cumsum(each), rtol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["beams", "beams with penalties"])
+def test_a_beams_candidates_are_those_of_its_own_text(runs, mode):
+    data = runs(mode).data
+    assert data["stages"] == ["model", "repetition_penalty 1.3"][: 1 + (mode != "beams")]
+    for choice in data["choices"]:
+        ids = data["rows"][choice["row"]]["ids"][: choice["at"]]
+        p = softmax(reference_logits(tiny().config, tiny().params, ids)[-1])
+        for token, _, values in choice["candidates"]:
+            # The penalty multiplies a logarithm, which is negative.
+            expected = [p[token], p[token] ** 1.3 if token in ids else p[token]][: len(values)]
+            assert values == pytest.approx(expected, rel=3e-3)
+
+
 @pytest.mark.parametrize("mode", BEAMS)
 def test_every_beam_has_one_fate(runs, mode):
     data = runs(mode).data
-    finished = 0
+    finished, beaten = 0, []
     for prompt in {step["prompt"] for step in data["beams"]}:
-        alive, sums = 1, [0.0]
-        for step in [step for step in data["beams"] if step["prompt"] == prompt]:
+        alive, sums, best = 1, [0.0], []
+        for number, step in enumerate([step for step in data["beams"] if step["prompt"] == prompt]):
             entries = step["candidates"]
             assert [entry["sum"] for entry in entries] == sorted((entry["sum"] for entry in entries), reverse=True)
             assert all(entry["parent"] < alive and entry["sum"] <= sums[entry["parent"]] for entry in entries)
             kept = {entry["row"]: entry["sum"] for entry in entries if "row" in entry}
             finished += sum("score" in entry for entry in entries)
+            # Of all that have finished the three best count; a text that was among them may be beaten later.
+            before = best
+            best = sorted(
+                [*before, *(entry for entry in entries if "score" in entry)], key=lambda entry: -entry["score"]
+            )
+            best = best[:3]
+            beaten += [(entry, number) for entry in before if entry not in best]
             alive, sums = len(kept), [kept[row] for row in sorted(kept)]
             assert sorted(kept) == list(range(alive)) and alive <= 3
     assert finished >= len(data["rows"])
+    entries = [entry for step in data["beams"] for entry in step["candidates"]]
+    assert [entry["out"] for entry, _ in beaten] == [number for _, number in beaten]
+    assert sum("out" in entry for entry in entries) == len(beaten)
+    assert beaten or mode != "beams that end"
 
 
 # ---- speculation -------------------------------------------------------------------------------------------------
@@ -501,7 +538,9 @@ NASTY = "</script><!--<script>alert(1)</script> \u2028\u2029\0 \"'\\ {{data}} \u
 
 
 def test_no_text_breaks_the_page(tok, file):
-    minigen.trace(tiny(n_positions=128).model, tok, NASTY, file, max_tokens=4, seed=1)
+    # In the prompt it is spelled by single bytes; in the options it stands whole.
+    options = {"max_tokens": 4, "seed": 1, "stop": [NASTY]}
+    minigen.trace(tiny(n_positions=128).model, tok, NASTY, file, **options)
     html = file.read_text(encoding="utf-8")
     assert html.count("<script") == html.count("</script>") == 2
     data = data_of(file)
@@ -530,10 +569,14 @@ def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch
     monkeypatch.setattr(MODULE, "MOST_CHOICES", 7)
     done = minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
-    assert done == generate(tiny().model, tok, PROMPT, max_tokens=20, seed=5) or done[0].token_ids
+    assert done[0].token_ids == generate(tiny().model, tok, PROMPT, max_tokens=20, seed=5)[0].token_ids
     assert (data["asked"], data["most_choices"], len(data["choices"])) == (20, 7, 7)
     assert (len(data["rows"][0]["ids"]), data["rows"][0]["n_generated"]) == (8 + 7, 20)
     assert len(data["steps"]) == 8  # the pass that the eighth choice would have followed from
+    # Of beams each counts: one at the first step, three at every other.
+    minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, num_beams=3, ignore_eos=True)
+    data = data_of(file)
+    assert (data["asked"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
     monkeypatch.setattr(MODULE, "MOST_WEIGHTS", 200)
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
