@@ -30,14 +30,12 @@ __all__ = [
     "probs",
     "score",
     "stream",
+    "trace",
 ]
 
 
 def __getattr__(name):
-    """Imports what is public when the first of it is asked for, so that `__main__` runs before NumPy's import.
-
-    All of it at once: a function may have the name of its module, which an import of the module alone would leave here.
-    """
+    """Imports all public names when the first is asked for: `__main__` has its say on Ctrl-C before NumPy's import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from minigen.api import generate, load, stream
@@ -46,10 +44,11 @@ def __getattr__(name):
     from minigen.decode import Completion, DecodingConfig, PrefixCache, Step
     from minigen.model import GPT2, GPT2Config
     from minigen.sampler import History, SamplingConfig, draw, probs
-    from minigen.score import Score, score
+    from minigen.scoring import Score, score
     from minigen.session import Session
     from minigen.speculative import SpeculationConfig
     from minigen.tokenizer import Tokenizer
+    from minigen.tracing import trace
 
     globals().update({key: value for key, value in locals().items() if key in __all__})
     return globals()[name]

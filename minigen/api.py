@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minigen.beam import BeamConfig, beam_search
 from minigen.checkpoint import find, load_config, read_tensors
 from minigen.checks import is_int, require
-from minigen.decode import DecodingConfig, PrefixCache, Row, Stopwatch, decode
+from minigen.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode
 from minigen.model import GPT2
 from minigen.sampler import SamplingConfig
 from minigen.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
@@ -175,15 +175,16 @@ def _check_token_maps(tokenizer, draft_tokenizer):
 # ---------------------------------------------------------------------------------------- generation
 
 
-def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
+def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=UNWATCHED, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
     model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
     only: what the prompt has in common with the last one, at its beginning, is not computed again. Or a `PrefixCache`,
-    which does the same in memory, and for the generated tokens too. options: the fields
-    of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may be keyed by the text of
-    a token as well as by id. `Step.row` counts prompt by prompt: row r continues prompts[r // num_return_sequences].
+    which does the same in memory, and for the generated tokens too. watcher: a `watcher.Watcher`, which is told what
+    the run does. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`;
+    logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
+    prompts[r // num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
     The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
@@ -230,7 +231,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options
 
     if beam.num_beams > 1:
         return one_by_one(
-            lambda rows, stopwatch: beam_search(model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache)
+            lambda rows, stopwatch: beam_search(
+                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, watcher
+            )
         )
     if draft_model is not None or speculation.prompt_lookup_num_tokens:
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
@@ -246,9 +249,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options
             _check_token_maps(tokenizer, draft_tokenizer)
             drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
             k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache)
+        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, watcher)
     stopwatch = Stopwatch()
-    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache)
+    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, watcher)
 
 
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):

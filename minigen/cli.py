@@ -17,6 +17,7 @@ import time
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import minigen
@@ -24,8 +25,9 @@ from minigen.api import CONFIGS, OPTION_NAMES, check_options, load, stream
 from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
 from minigen.checks import is_number, require
 from minigen.colours import UNLIKELY, Painter, has_colours, legend
-from minigen.score import score
+from minigen.scoring import score
 from minigen.session import Session
+from minigen.tracing import check_file, traced
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -240,6 +242,7 @@ def build_parser():
     group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
+    group.add_argument("--trace", metavar="FILE", help="write a page that shows how each token came about")
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
     group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
     group.add_argument("-h", "--help", action="help", help="show this")
@@ -596,6 +599,8 @@ def run(args, as_typed):
     cached = args.prompt_cache is not None
     decoding = check_options(without_bias, drafts=draft_name is not None, cached=cached).decoding
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
+    if args.trace is not None:
+        check_file(args.trace)
     prompts = read_prompts(args)
     if args.interactive:
         require(len(prompts) < 2, "the number of prompts", len(prompts), "1 or none with --interactive")
@@ -611,7 +616,8 @@ def run(args, as_typed):
         if not args.quiet:
             _note(_header(name, folder, model, draft_name, options))
         return interact(session, prompts, args, name, as_typed)
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
+    start = stream if args.trace is None else partial(traced, file=args.trace)
+    steps = start(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):

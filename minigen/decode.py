@@ -20,9 +20,11 @@ from minigen.checks import is_int, plain_numbers, require
 from minigen.prompt_cache import check_last, common_length, restore, save
 from minigen.sampler import History, draw, log_softmax, probs
 from minigen.tokenizer import StopMatcher, Utf8Stream
+from minigen.watcher import Watcher
 
 # Slots of a windowed cache beyond the window: what has wrapped is run in chunks of one more than this.
 WINDOW_SLACK = 63
+UNWATCHED = Watcher()
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def new_cache(model, contexts, config):
     return model.new_cache(len(contexts), capacity)
 
 
-def feed(model, cache, contexts):
+def feed(model, cache, contexts, watcher=UNWATCHED):
     """Run the ids that each row's cache still lacks, in chunks that fit it; the logits after the last, [B, V]."""
     pending = [context[length:] for context, length in zip(contexts, cache.length, strict=True)]
     T = max(map(len, pending))
@@ -267,7 +269,9 @@ def feed(model, cache, contexts):
     start = 0
     while start < T:
         chunk = ids[:, start : start + cache.max_chunk]
-        logits = model.forward(chunk, cache, pad=np.clip(pad - start, 0, chunk.shape[1]))
+        chunk_pad = np.clip(pad - start, 0, chunk.shape[1])
+        logits = model.forward(chunk, cache, pad=chunk_pad, attended=watcher.attended)
+        watcher.fed(cache)
         start += chunk.shape[1]
     return logits
 
@@ -289,7 +293,7 @@ class PrefixCache:
         self.ids = self.ids[:length]
 
 
-def prefill(model, cache, prompts, stopwatch, prompt_cache=None):
+def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCHED):
     """`feed` for the prompts of a run; with a prompt cache, what that knows of the one prompt is not run.
 
     prompt_cache: a `PrefixCache`, `cache` then being its own, or the path of a file, which afterwards begins with the
@@ -297,26 +301,29 @@ def prefill(model, cache, prompts, stopwatch, prompt_cache=None):
     used.
     """
     if prompt_cache is None:
-        return feed(model, cache, prompts)
+        return feed(model, cache, prompts, watcher)
     (ids,) = prompts
     if isinstance(prompt_cache, PrefixCache):
         prompt_cache.truncate(min(common_length(prompt_cache.ids, ids), len(ids) - 1))
         stopwatch.reused_tokens = int(cache.length[0])
-        return feed(model, cache, prompts)
+        watcher.changed(cache, "restored")
+        return feed(model, cache, prompts, watcher)
     restored = restore(prompt_cache, model, cache, ids)
     stopwatch.reused_tokens = int(cache.length[0])
-    logits = feed(model, cache, prompts)
+    watcher.changed(cache, "restored")
+    logits = feed(model, cache, prompts, watcher)
     check_last(prompt_cache, cache, restored)
     if restored.known < len(ids):
         save(prompt_cache, model, cache, ids)
     return logits
 
 
-def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Iterator[Step]:
+def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=UNWATCHED) -> Iterator[Step]:
     """Generate all rows side by side, one token each per forward pass; finished rows leave the batch.
 
     rows: prompt-major, `num_return_sequences` for each prompt. prompt_cache: see `prefill`.
     """
+    watcher.began(rows, sampling, config)
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
@@ -324,7 +331,7 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Itera
     prompts = rows[:: config.num_return_sequences]
     prefix = prompt_cache if isinstance(prompt_cache, PrefixCache) else None
     cache = prefix.kv if prefix else new_cache(model, [row.context for row in prompts], config)
-    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache)
+    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache, watcher)
     logits = logits.repeat(config.num_return_sequences, axis=0)  # [B / n, V] -> [B, V]
     cache.select(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
     stopwatch.lap(cache)
@@ -333,7 +340,9 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Itera
             prefix.ids = list(rows[0].context)  # all of it has been fed
         for row, row_logits in zip(rows, logits, strict=True):
             p = probs(row_logits, row.history, sampling)
-            yield row.accept(draw(p, row.rng), row_logits)
+            token = draw(p, row.rng)
+            watcher.chose(row, row_logits, p, token)
+            yield row.accept(token, row_logits)
         left = [i for i, row in enumerate(rows) if not row.finish_reason]
         if not left:
             return
@@ -348,4 +357,5 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Itera
             cache.truncate(np.where(cache.length < list(map(len, contexts)), cache.length, 0))
             if prefix:
                 prefix.truncate(int(cache.length[0]))
-        logits = feed(model, cache, contexts)
+            watcher.changed(cache, "shifted")
+        logits = feed(model, cache, contexts, watcher)

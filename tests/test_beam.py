@@ -82,7 +82,7 @@ class TableModel:
     def new_cache(self, batch=1, capacity=None, window=None):
         return ListCache(batch)
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
         assert last_only, "looking up all positions is not needed here"
         assert len(cache.rows) == len(ids)
         assert pad is None or not np.any(pad), "beams are equally long"

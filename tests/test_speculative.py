@@ -88,7 +88,7 @@ class StandIn:
     def new_cache(self, batch=1, capacity=None, window=None):
         return IdCache(capacity)
 
-    def forward(self, ids, cache, *, pad=None, last_only=True):
+    def forward(self, ids, cache, *, pad=None, last_only=True, attended=None):
         (ids,) = ids
         cache.ids.extend(map(int, ids))
         assert len(cache.ids) <= cache.capacity
@@ -978,7 +978,7 @@ class Forced(GPT2):
         super().__init__(config, params)
         self.right, self.n, self.place = right, n, 0
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
         logits = super().forward(ids, cache, pad=pad, last_only=last_only)
         token = self.right[cache.length[0]]
         if self.place >= self.n:
