@@ -1319,6 +1319,7 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_model_is_loaded_without_the_network(hub_run, name):
+    """C01: also where the cache was copied by hand, or an optional file is not in it."""
     result, (repo, state) = hub_run[0][name], CACHED[name]
     assert result["error"] is None
     assert result["calls"] == 0

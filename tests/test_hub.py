@@ -26,9 +26,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_ThisTokenIsNotToBeShown"
 CONFIG = tiny_config(vocab_size=257)
 SCRIPT = """
-import json, sys, warnings
+import json, os, sys, warnings
 from concurrent.futures import ThreadPoolExecutor
 import minigen
+
+def no_links(*args, **kwargs):
+    raise OSError(1314, "a required privilege is not held by the client")
+
+if os.environ.get("WITHOUT_LINKS"):
+    os.symlink = no_links
 
 warned = []
 warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
@@ -191,6 +197,7 @@ def anonymous(hub, home):
 
 
 def test_a_download_and_then_the_cache(hub, home, anonymous):
+    """C04: a token that is refused costs no public model, nor one that is in the cache, and is not shown."""
     assert_loaded(anonymous["some/good"])
     asked = len(hub.requests)
     hub.working = True
@@ -206,6 +213,16 @@ def test_a_download_and_then_the_cache(hub, home, anonymous):
     assert "refused your token" in warning and "hf auth login" in warning
     error = results["some/missing_with_token"]["error"]
     assert "no model" in error and "refused your token" in error and "HF_TOKEN" in error
+
+
+def test_a_download_where_there_are_no_symbolic_links(hub, tmp_path):
+    """C03: the files are then copied or moved into the cache, and are found there."""
+    env = environment(hub, tmp_path / "ein Örtchen", WITHOUT_LINKS="1", HF_HUB_DISABLE_SYMLINKS_WARNING="1")
+    assert_loaded(load_all(env, "some/good")[0]["some/good"])
+    asked = len(hub.requests)
+    assert_loaded(load_all(env | {"HF_HUB_OFFLINE": "1"}, "some/good")[0]["some/good"])
+    assert len(hub.requests) == asked
+    assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize(
