@@ -233,16 +233,16 @@ def build_parser():
     )
 
     group = parser.add_argument_group("scoring, instead of generating")
-    group.add_argument("--score", metavar="FILE", help="print the perplexity of a text, of stdin's with -")
-    group.add_argument("--stride", type=int, metavar="N", help="in windows N apart (default half the context)")
+    group.add_argument("--score", metavar="FILE", help="print a text's perplexity (- is stdin)")
+    group.add_argument("--stride", type=int, metavar="N", help="its windows are N apart (default half a context)")
 
     group = parser.add_argument_group("output")
-    option(group, "--logprobs", "N", "with those of the N best tokens; 0 with --score (default off)")
+    option(group, "--logprobs", "N", "with those of the N best tokens (default off)")
     group.add_argument("--show-probs", action="store_true", help="colour tokens by probability, on a terminal")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
-    group.add_argument("--trace", metavar="FILE", help="write a page that shows how each token came about")
+    group.add_argument("--trace", metavar="FILE", help="a page that shows how each token came about")
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
     group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
     group.add_argument("-h", "--help", action="help", help="show this")
@@ -505,7 +505,8 @@ def run_score(args):
     for name, value in vars(args).items():
         # Those of `generate` are there only where they were given, whatever their value.
         if name not in FOR_SCORING and (name in OPTION_NAMES or value not in (None, False, [])):
-            raise ValueError(f"{name} is {value!r}, but --score generates nothing: leave it out")
+            shown = name if name in OPTION_NAMES or name == "prompt" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{shown} is {value!r}, but --score generates nothing: leave it out")
     with_logprobs = "logprobs" in args
     if with_logprobs:
         require(args.logprobs == 0, "logprobs", args.logprobs, "0 with --score, which lists the text's own tokens")
