@@ -67,6 +67,9 @@ class Hub(ThreadingHTTPServer):
         self.closing = threading.Event()
         self.waiting = threading.Event()  # somebody is
 
+    def handle_error(self, request, client_address):
+        """A client that was stopped has closed its connection."""
+
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}"
