@@ -515,6 +515,7 @@ def test_p_and_q_are_the_models_own_and_the_rule_decides(runs, mode):
         assert (draft["u"] is None) == (expected in (0, 1))
         assert draft["accepted"] == (expected == 1 if draft["u"] is None else draft["u"] < expected)
         outcomes.add((draft["accepted"], draft["u"] is None))
+        assert {draft["token"], choice["token"]} <= {token for token, *_ in choice["candidates"]}
         residual = np.maximum(p - q, 0)
         for token, _, values in choice["candidates"]:
             assert values[len(data["stages"])] == pytest.approx(q[token], rel=2e-3, abs=1e-6)
