@@ -307,8 +307,10 @@ class BPE(Kind):
                 merges[a] = rng.choice(known or cuts)
             elif change < 6:
                 merges = merges[change % 2 :]
-            else:  # a token that training would not have made, perhaps because earlier merges never leave its parts
-                left, right = rng.choice(self.merges).replace(" ", ""), rng.choice(self.merges).replace(" ", "")
+            else:  # a token that no training makes: its parts meet where an earlier merge joins them otherwise
+                pairs = (line.split(" ") for line in self.merges)
+                ends = [(left, b) for a, b in pairs for left in self.vocab if left.endswith(a) and left != a]
+                left, right = rng.choice(ends)
                 merges.insert(-1, f"{left} {right}")
                 vocab[left + right] = 299
         files = {"special_tokens_map.json": json.dumps(self.special).encode()}
