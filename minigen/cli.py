@@ -232,17 +232,15 @@ def build_parser():
         "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
     )
 
-    group = parser.add_argument_group("scoring, instead of generating")
-    group.add_argument("--score", metavar="FILE", help="print a text's perplexity (- is stdin)")
-    group.add_argument("--stride", type=int, metavar="N", help="its windows are N apart (default half a context)")
-
     group = parser.add_argument_group("output")
     option(group, "--logprobs", "N", "with those of the N best tokens (default off)")
     group.add_argument("--show-probs", action="store_true", help="colour tokens by probability, on a terminal")
     group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
-    group.add_argument("--trace", metavar="FILE", help="a page that shows how each token came about")
+    group.add_argument("--trace", metavar="FILE", help="write a page that shows the run (default none)")
+    group.add_argument("--score", metavar="FILE", help="print a text's perplexity only (default none)")
+    group.add_argument("--stride", type=int, metavar="N", help="between its windows (default half the context)")
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
     group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
     group.add_argument("-h", "--help", action="help", help="show this")

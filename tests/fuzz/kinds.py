@@ -68,10 +68,10 @@ def measured(limit):
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             yield
-        peak = tracemalloc.get_traced_memory()[1]
     finally:
+        peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    require(peak <= limit, f"{peak} bytes were allocated, {limit} would do")
+        require(peak <= limit, f"{peak} bytes were allocated, {limit} would do")
 
 
 def check_sentence(error, *names):
@@ -280,17 +280,18 @@ class BPE(Kind):
         super().__init__(folder)
         merges = train_merges(["the cat and the hat", "that then, there; the end \u00e9\u00e9 11 111"] * 2, 25)
         self.merges = merges
+        self.right = merges, ["#version: 0.2", *merges]
         self.vocab = bytes_vocab() | {line.replace(" ", ""): 257 + i for i, line in enumerate(merges)}
         self.added = {"<pad>": 290}
         self.special = {"bos_token": END, "pad_token": {"content": "<pad>", "lstrip": False}}
         self.text = "the cat\u00e9\u4f60 that  then 11\n<pad>x"
 
     def run(self, rng):
-        merges = ["#version: 0.2", *self.merges, ""]
+        merges, vocab = ["#version: 0.2", *self.merges, ""], dict(self.vocab)
         only_json = rng.random() < 0.3
         if rng.random() < 0.4:
             a, b = rng.randrange(1, len(merges)), rng.randrange(1, len(merges))
-            change = rng.randrange(6)
+            change = rng.randrange(8)
             if change == 0:
                 merges[a], merges[b] = merges[b], merges[a]
             elif change == 1:
@@ -301,22 +302,29 @@ class BPE(Kind):
                 )
             elif change == 3:  # the same token from another pair
                 token = merges[a].replace(" ", "")
-                cut = rng.randrange(len(token) + 1)
-                merges[a] = token[:cut] + " " + token[cut:]
-            else:
+                cuts = [token[:cut] + " " + token[cut:] for cut in range(len(token) + 1)]
+                known = [pair for pair in cuts if pair != merges[a] and set(pair.split(" ")) <= self.vocab.keys()]
+                merges[a] = rng.choice(known or cuts)
+            elif change < 6:
                 merges = merges[change % 2 :]
+            else:  # a token that no training makes: its parts meet where an earlier merge joins them otherwise
+                pairs = (line.split(" ") for line in self.merges)
+                ends = [(left, b) for a, b in pairs for left in self.vocab if left.endswith(a) and left != a]
+                left, right = rng.choice(ends)
+                merges.insert(-1, f"{left} {right}")
+                vocab[left + right] = 299
         files = {"special_tokens_map.json": json.dumps(self.special).encode()}
         if only_json:
-            parsed = tokenizer_json(self.vocab, merges[1:-1], added=self.added.items())
+            parsed = tokenizer_json(vocab, merges[1:-1], added=self.added.items())
             files["tokenizer.json"] = mutate_json(parsed, rng) if rng.random() < 0.7 else json.dumps(parsed).encode()
         else:
             text = rng.choice(["\n", "\n", "\r\n"]).join(merges).encode()
-            files["vocab.json"] = json.dumps(self.vocab, ensure_ascii=False).encode()
+            files["vocab.json"] = json.dumps(vocab, ensure_ascii=False).encode()
             files["merges.txt"] = mutate_bytes(text, rng) if rng.random() < 0.3 else text
             files["added_tokens.json"] = json.dumps(self.added).encode()
         name = rng.choice(sorted(files))
         if name.endswith(".json") and name != "tokenizer.json" and rng.random() < 0.6:
-            original = {"vocab.json": self.vocab, "added_tokens.json": self.added}.get(name, self.special)
+            original = {"vocab.json": vocab, "added_tokens.json": self.added}.get(name, self.special)
             files[name] = mutate_json(original, rng)
         write(self.input, files)
         try:
@@ -326,7 +334,7 @@ class BPE(Kind):
                 decoded = tokenizer.decode(ids)
         except (ValueError, OSError) as error:
             check_sentence(error, *(self.input / name for name in files), f"{self.input} has no tokenizer")
-            untouched = not only_json and merges[-len(self.merges) - 1 : -1] == self.merges
+            untouched = not only_json and [*filter(None, merges)][-len(self.merges) - 1 :] in self.right
             originals = [
                 ("vocab.json", self.vocab),
                 ("added_tokens.json", self.added),
@@ -350,11 +358,8 @@ class BPE(Kind):
             vocab = json.loads(files["vocab.json"])
             lines = re.split("\r\n|\r|\n", files["merges.txt"].decode("utf-8"))
             merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-        for text in (
-            "the cat that then there",
-            "thethat hethe \u00e9 1111",
-            "".join(m.replace(" ", "") for m in merges),
-        ):
+        products = [merge.replace(" ", "").replace("\u0120", " ") for merge in merges]
+        for text in ["the cat that then there", "thethat hethe \u00e9 1111", "".join(products), *products]:
             parts = [
                 part for part in re.split("(" + "|".join(map(re.escape, tokenizer.special_ids)) + ")", text) if part
             ]
@@ -571,7 +576,8 @@ class PromptCache(Run):
         minigen.generate(*self.loaded, text, max_tokens=1, seed=0, cache=self.path)
         self.good = self.path.read_bytes()
         self.texts = [text, text + " there", text[:7], "Once more", "else"]
-        self.cold = [minigen.generate(*self.loaded, t, max_tokens=4, temperature=0)[0].token_ids for t in self.texts]
+        self.options = {"max_tokens": 4, "temperature": 0, "logprobs": 0}
+        self.cold = [minigen.generate(*self.loaded, text, **self.options)[0] for text in self.texts]
 
     def run(self, rng):
         data = mutate_safetensors(self.good, rng)
@@ -579,12 +585,15 @@ class PromptCache(Run):
         text = rng.randrange(len(self.texts))
         try:
             with measured(4 * len(data) + SLACK):
-                (done,) = minigen.generate(*self.loaded, self.texts[text], max_tokens=4, temperature=0, cache=self.path)
+                (done,) = minigen.generate(*self.loaded, self.texts[text], cache=self.path, **self.options)
         except (ValueError, OSError) as error:
             check_sentence(error, self.path)
             require(self.path.read_bytes() == data, "a file that was refused was changed")
             return "refused"
-        require(done.token_ids == self.cold[text], f"{done.token_ids} instead of {self.cold[text]}")
+        cold = self.cold[text]
+        found, wanted = ([entry.logprob for entry in completion.logprobs] for completion in (done, cold))
+        same = done.token_ids == cold.token_ids and np.allclose(found, wanted, rtol=0, atol=1e-4)
+        require(same, f"{done.token_ids}, {found} instead of {cold.token_ids}, {wanted}")
         return "taken"
 
 

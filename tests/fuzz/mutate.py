@@ -168,7 +168,10 @@ def mutate_safetensors(data, rng):
     if change == 3:
         return data[: rng.choice([0, 1, 7, 8, 9, 8 + size, rng.randrange(len(data)), len(data) - 4])]
     if change == 4:  # only numbers change: a right file
-        return data[: 8 + size] + bytes(mutate_bytes(body, rng)[: len(body)].ljust(len(body), b"\0"))
+        body = bytearray(body)
+        for _ in range(rng.randint(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        return data[: 8 + size] + body
     if change == 5:  # data before the first tensor, of which the header says nothing
         return data[: 8 + size] + rng.randbytes(4) + body
     if change == 6:
