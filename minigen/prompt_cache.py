@@ -16,12 +16,10 @@ come out as they were saved. That catches what a fingerprint of the small parame
 merged into the matrices.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import secrets
 import zlib
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +30,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
 from minigen.checks import cut
+from minigen.files import replace_file
 from minigen.ops import embed
 
 FORMAT, VERSION = "minigen prompt cache", "2"
@@ -173,11 +172,9 @@ def save(path, model, cache, ids):
     """Write a prompt's ids and the cache's keys and values of them, for `restore`.
 
     The cache is one of one row that begins with `ids`. Where its keys or values are not finite nothing is written: the
-    weights are broken, which the logits will say, and the next run should not take the file for what is wrong. The
-    file is written beside its place and then moved there, so that whatever happens, the old file or the new one is
-    there, whole. Raises OSError where it cannot be written.
+    weights are broken, which the logits will say, and the next run should not take the file for what is wrong. Raises
+    OSError where the file cannot be written; the old one is there then.
     """
-    path = Path(os.path.realpath(path))  # where it is a link, the file is replaced and not the link
     tensors = {"ids": np.array(ids, np.int64)}
     for layer in range(model.config.n_layer):
         keys, values = cache.prefix(layer, len(ids))
@@ -195,17 +192,7 @@ def save(path, model, cache, ids):
         "embeddings": _embeddings(model, ids),
         "crc32": f"{checksum:08x}",
     }
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # two runs never write the same one
     try:
-        with temporary.open("xb") as file:
-            file.write(to_safetensors(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())  # or a crash soon afterwards could leave the new name without its bytes
-        if path.exists():
-            temporary.chmod(path.stat().st_mode)
-        os.replace(temporary, path)
+        replace_file(path, to_safetensors(tensors, metadata))
     except OSError as error:
         raise OSError(f"cannot write the prompt cache {path}: {error.strerror or error}; name another file") from error
-    finally:
-        with contextlib.suppress(OSError):  # after os.replace it is not there any more
-            temporary.unlink()

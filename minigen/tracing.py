@@ -9,10 +9,7 @@ What the page cannot know from the run, what the model says of the prompt's own 
 """
 
 import base64
-import contextlib
 import json
-import os
-import secrets
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from minigen.api import stream
+from minigen.files import beside, replace_file
 from minigen.ops import softmax
 from minigen.sampler import SamplingConfig, log_softmax, probs, process
 from minigen.speculative import residual
@@ -362,27 +360,13 @@ def _refusal(path, error):
     return OSError(f"cannot write the trace {path}: {getattr(error, 'strerror', None) or error}; name another file")
 
 
-def _write(path, text):
-    """Write beside the file's place and then move there, so that the old file or the new one is there, whole."""
-    path = Path(os.path.realpath(path))  # where it is a link, the file is replaced and not the link
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise _refusal(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):  # after os.replace it is not there any more
-            temporary.unlink()
-
-
 def check_file(path):
     """Raise OSError unless a file can be written there; what is there stays as it is."""
     path = Path(path)
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not an ordinary file")
-        probe = Path(os.path.realpath(path)).with_name(f".{secrets.token_hex(8)}.tmp")
+        probe = beside(path)[1]
         probe.touch(exist_ok=False)
         probe.unlink()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name, or no name at all
@@ -410,7 +394,11 @@ def traced(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **o
         if recorder.rows:
             given = {name: str(value) for name, value in options.items() if value not in (None, {}, (), [])}
             limits = {"asked": recorder.asked, "most_choices": MOST_CHOICES, "most_weights": MOST_WEIGHTS}
-            _write(file, page(recorder.data() | {"options": given} | limits))
+            html = page(recorder.data() | {"options": given} | limits)
+            try:
+                replace_file(file, html.encode())
+            except OSError as error:
+                raise _refusal(file, error) from error
 
     def run():
         try:

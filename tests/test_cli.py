@@ -446,6 +446,9 @@ def test_what_does_not_go_with_interactive_mode(cli, tmp_path):
         (["a", "b"], ["number of prompts is 2", "--interactive"]),
         (["--prompt-cache", tmp_path / "x"], ["--prompt-cache", "--interactive"]),
         (["--num-return-sequences", 2], ["--num-return-sequences is 2"]),
+        (["--trace", tmp_path / "x.html"], ["--trace", "x.html", "--interactive"]),
+        (["--show-probs"], ["--show-probs", "--interactive"]),
+        (["--score", tmp_path / "x"], ["--interactive", "--score"]),
     ):
         assert_refused(cli("-i", *args), *words)
 
