@@ -227,6 +227,11 @@ def _by_blocks(x, blocks):
     return y.reshape(n_chunks * chunk, n_blocks * width)[: len(x)]
 
 
+def _one_by_one(x, weight):
+    """x @ weight, each row a product of its own, which BLAS does not pack. [rows, n_in] -> [rows, n_out]"""
+    return (x[:, None] @ weight)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out] -> [rows, n_out]
+
+
 @cache
 def _order():
     """How matrices are stored on this machine: "rows", "columns" or "plain"; MINIGEN_LINEAR, or else measured once."""
@@ -236,12 +241,14 @@ def _order():
     if asked in ("plain", "rows", "columns"):
         return asked
     weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
-    x = np.ones((8, 1024), np.float32)
+    # Four rows, as beams and drafts have: with eight, plain and blocks can be within a tenth of each other while these
+    # 8 MB stay in a cache that cores share, and blocks twice as fast in a model, whose weights come from memory.
+    x = np.ones((FEW_ROWS - 1, 1024), np.float32)
     cut = {order: _cut(weight, order).blocks for order in ("rows", "columns")}
     calls = {order: partial(_by_blocks, x, blocks) for order, blocks in cut.items()}
-    calls["plain"] = partial(np.matmul, x, weight)
+    calls["plain"] = partial(_one_by_one, x, weight)
     seconds = dict.fromkeys(calls, math.inf)
-    for _ in range(5):
+    for _ in range(20):  # some 30 ms in all, for another program may have a core meanwhile
         for order, call in calls.items():
             start = time.perf_counter()
             call()
@@ -255,7 +262,7 @@ def lay_out(weight, order=None):
     """Store a matrix [n_in, n_out], whatever its order in memory, as a `Weight`; a copy, but for order "plain".
 
     order: "rows", "columns" or "plain"; None for what MINIGEN_LINEAR says, or for the fastest here, which the first
-    call finds out in 0.1 s. Raises ValueError where that environment variable holds none of the values it may.
+    call finds out in 0.1 s or 0.2 s. Raises ValueError where that environment variable holds none of the values it may.
     """
     order = order or _order()
     return Weight(weight.shape[1], None, weight) if order == "plain" else _cut(weight, order)
@@ -292,7 +299,7 @@ def linear(x, weight, bias=None):
     """
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
     if weight.blocks is None and len(rows) < FEW_ROWS:
-        y = (rows[:, None] @ weight.whole)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, n_out]
+        y = _one_by_one(rows, weight.whole)
     elif weight.blocks is None or (weight.whole is not None and not 1 < len(rows) < MANY_ROWS):
         y = rows @ weight.whole
     else:

@@ -263,7 +263,7 @@ def test_elementwise_is_the_function_of_every_value(columns):
 
 @pytest.mark.parametrize("slow", ["blocks", "plain", "rows", "columns"])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
-    real_blocks, real_matmul = ops._by_blocks, np.matmul
+    real_blocks, real_singles = ops._by_blocks, ops._one_by_one
 
     def by_blocks(x, blocks):
         rows = blocks.strides[1] < blocks.strides[2]
@@ -271,14 +271,14 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
             time.sleep(0.01)
         return real_blocks(x, blocks)
 
-    def matmul(a, b, **kwargs):
-        if b.ndim == 2 and slow != "blocks":
-            time.sleep(0.03)
-        return real_matmul(a, b, **kwargs)
+    def one_by_one(x, weight):
+        if slow != "blocks":
+            time.sleep(0.02)
+        return real_singles(x, weight)
 
     monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
     monkeypatch.setattr(ops, "_by_blocks", by_blocks)
-    monkeypatch.setattr(ops.np, "matmul", matmul)
+    monkeypatch.setattr(ops, "_one_by_one", one_by_one)
     found = ops._order.__wrapped__()
     assert found in {"blocks": ["plain"], "plain": ["rows", "columns"], "rows": ["columns"], "columns": ["rows"]}[slow]
 
