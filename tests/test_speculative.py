@@ -1541,6 +1541,54 @@ def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
     assert tokens / seconds > 0.9 * max(map(speed, range(DraftLength.MOST + 1)))
 
 
+def test_auto_keeps_running_means():
+    # By hand: the first value as it is, then nine parts of the old and one of the new. Acceptance starts at 0.7 and
+    # takes a 1 for each accepted draft and a 0 for the first rejected one.
+    length = DraftLength()
+    length.record(0, 0, 5.0, 8.0)
+    assert (length.acceptance, length.draft_seconds, length.target_seconds) == (0.7, 0.0, {0: 8.0})
+    length.record(4, 2, 4.0, 10.0)
+    assert length.acceptance == pytest.approx(((0.7 * 0.9 + 0.1) * 0.9 + 0.1) * 0.9)
+    assert (length.draft_seconds, length.target_seconds) == (1.0, {0: 8.0, 4: 10.0})
+    before = length.acceptance
+    length.record(4, 4, 8.0, 20.0)
+    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
+    assert length.draft_seconds == pytest.approx(0.9 * 1.0 + 0.1 * 2.0)
+    assert length.target_seconds == pytest.approx({0: 8.0, 4: 11.0})
+    length.record(0, 0, 5.0, 18.0)
+    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
+    assert length.draft_seconds == pytest.approx(1.1)
+    assert length.target_seconds == pytest.approx({0: 9.0, 4: 11.0})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_auto_chooses_the_best_of_the_formula(seed):
+    # Seconds of passes that were not measured lie on a line between those that were; beyond them, they stay the same.
+    rng = np.random.default_rng(seed)
+    length, plain, four = DraftLength(), *rng.uniform(1, 3, 2)
+    assert length.choose() == 0
+    length.record(0, 0, 0.0, plain)
+    assert length.choose() == 4
+    length.record(4, 4, 4 * rng.uniform(0.01, 0.5), four)
+    length.acceptance = a = rng.uniform(0.3, 1)
+    seconds = [plain + (four - plain) * min(k, 4) / 4 + k * length.draft_seconds for k in range(9)]
+    speeds = [sum(a**i for i in range(k + 1)) / seconds[k] for k in range(9)]
+    first, second = sorted(speeds)[-1:-3:-1]
+    assert first > second * 1.0001, "too near to tell"
+    assert length.choose() == speeds.index(first)
+
+
+def test_auto_tries_drafts_again_after_every_32nd_plain_round():
+    length = DraftLength()
+    length.record(0, 0, 0.0, 1.0)
+    length.record(4, 0, 40.0, 1.0)  # a draft that is dear
+    assert [n for n in range(1, 200) if length.choose()] == [32, 64, 96, 128, 160, 192]
+    length.draft_seconds, length.acceptance = 0.001, 1.0
+    assert length.choose() == 8
+    length.draft_seconds = 10.0
+    assert [n for n in range(1, 100) if length.choose()] == [32, 64, 96]  # counted from the last draft
+
+
 def test_auto_on_the_bundled_pair(pair):
     (model, tokenizer), draft = pair
     options = dict(temperature=0, max_tokens=40)
@@ -1653,6 +1701,20 @@ def test_refusals_without_a_draft_model(options, named):
     prompts = options.pop("prompts", "a")
     with pytest.raises(ValueError, match=named):
         stream(model, letters, prompts, **options)
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])
+@pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
+def test_config_says_what_it_refuses(name, value):
+    least = 0 if name == "prompt_lookup_num_tokens" else 1
+    if type(value) is int and value >= least or (name, value) == ("num_draft_tokens", "auto"):
+        assert getattr(SpeculationConfig(**{name: value}), name) == value
+        return
+    with pytest.raises(ValueError) as error:
+        SpeculationConfig(**{name: value})
+    start, allowed = f"{name} is {value!r}; ", str(error.value).partition("; ")[2]
+    assert str(error.value).startswith(start) and f" {least} or more" in allowed
+    assert ("auto" in allowed) == (name == "num_draft_tokens")
 
 
 def test_config_takes_what_it_should():

@@ -318,7 +318,7 @@ def test_a_padded_vocabulary_has_ids_without_text():
 
 @pytest.mark.parametrize("token", [-1, 50257, 10**9])
 def test_an_id_outside_the_vocabulary_is_refused(gpt2, token):
-    with pytest.raises(ValueError, match=str(token)):
+    with pytest.raises(ValueError, match=rf" {token} .* 0 to 50256$"):
         gpt2.token_bytes(token)
     with pytest.raises(ValueError, match=str(token)):
         gpt2.decode([32, token])
@@ -414,23 +414,23 @@ def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "merges, texts",
+    "merges, texts, named",
     [
         # two pairs that make the same token
-        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"]),
+        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"], "'aaa'"),
         # a pair that uses a token which only a later line makes
-        (["ab c", "a b"], ["abc", "abcab"]),
+        (["ab c", "a b"], ["abc", "abcab"], "'abc'"),
     ],
     ids=["two pairs", "before its parts"],
 )
-def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts):
+def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts, named):
     tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
     vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(tokens)}
     write_bpe(tmp_path, vocab, merges)
     try:
         tokenizer = Tokenizer.from_folder(tmp_path)
     except ValueError as error:
-        assert str(tmp_path) in str(error)
+        assert str(tmp_path) in str(error) and named in str(error)
         return
     for text in texts:
         assert tokenizer.encode(text) == slow_encode(text, vocab, merges), text
@@ -646,14 +646,30 @@ BROKEN = {
 }
 
 
+SAID = {  # fault -> what the message has to say of it
+    ("vocab.json", "text for an id"): ["'a'", "'97'"],
+    ("vocab.json", "null for an id"): ["'a'", "None"],
+    ("vocab.json", "a fraction for an id"): ["'a'", "97.5"],
+    ("vocab.json", "a negative id"): ["'a'", "-97"],
+    ("vocab.json", "one id for two"): [" id"],
+    ("vocab.json", "a byte is missing"): [" 255 ", " 256 "],
+    ("merges.txt", "the product is no token"): ["'ab'"],
+    ("added_tokens.json", "text for an id"): ["'<x>'", "'257'"],
+    ("added_tokens.json", "a negative id"): ["'<x>'", "-1"],
+    ("added_tokens.json", "an empty token"): ["''", "257"],
+}
+
+
 @pytest.mark.parametrize("name, fault", [(name, fault) for name, faults in BROKEN.items() for fault in faults])
 def test_a_broken_file_is_named(tmp_path, name, fault):
     write_bpe(tmp_path, bytes_vocab(), [])
     (tmp_path / name).write_bytes(BROKEN[name][fault])
     with pytest.raises((ValueError, OSError)) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert name in message and "\n" not in message
+    fact = message.split(name, 1)[1]  # the folder's name could have anything in it
+    assert all(part in fact for part in SAID.get((name, fault), [])), message
 
 
 def changed_model(without=None, **changes):
@@ -693,8 +709,10 @@ def test_a_tokenizer_json_of_another_kind_is_named(tmp_path, kind):
     (tmp_path / "tokenizer.json").write_text(json.dumps(OTHER_TOKENIZERS[kind]))
     with pytest.raises((ValueError, OSError)) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert "tokenizer.json" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert "tokenizer.json" in message and "\n" not in message
+    if kind in ("WordPiece", "Unigram", "not byte-level", "not split"):
+        assert "byte-level BPE" in message
 
 
 def test_missing_files_are_named(tmp_path):
