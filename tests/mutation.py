@@ -46,16 +46,17 @@ OPTIONS = ["-q", "-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovid
 
 def functions_of(code):
     """name -> source of every function, itself called f."""
-    found = {}
+    found, lines = {}, code.split("\n")
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = ast.get_source_segment(code, node).replace(f"def {node.name}(", "def f(", 1)
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            found[node.name] = textwrap.dedent(source).replace(f"def {node.name}(", "def f(", 1)
     return found
 
 
 def without_sentences(source):
     """The source, every string of three words or more being the same one: what is left if wording does not matter."""
-    tree = ast.parse(textwrap.dedent(source))
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 2:
             node.value = "a sentence"
