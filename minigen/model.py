@@ -159,10 +159,10 @@ class GPT2:
         B, T, E = x.shape
         H, D = self.config.n_head, self.config.d_head
         qkv = linear(x, block["attn.c_attn.weight"], block["attn.c_attn.bias"])  # [B, T, E] -> [B, T, 3 * E]
-        q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)  # [B, T, 3 * E] -> 3 x [B, H, T, D]
-        keys, values = cache.store(layer, plan, k, v)  # [B, H, T, D] -> [B, H, S, D]
+        q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 4, 1)  # [B, T, 3 * E] -> 3 x [B, H, D, T]
+        keys, values = cache.store(layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
 
-        heads = attention(q, keys, values, self._attention_scale(layer), plan.mask)  # [B, H, T, D] -> [B, T, H, D]
+        heads = attention(q, keys, values, self._attention_scale(layer), plan.mask)  # [B, H, D, T] -> [B, T, H, D]
         merged = heads.reshape(B, T, E)  # [B, T, H, D] -> [B, T, E]
         return linear(merged, block["attn.c_proj.weight"], block["attn.c_proj.bias"])
 
@@ -183,7 +183,7 @@ class GPT2:
     def _check_cache(self, cache, B):
         if cache.batch != B:
             raise ValueError(f"ids has {B} rows, the cache {cache.batch}")
-        made_for = len(cache.keys), cache.keys[0].shape[1], cache.keys[0].shape[3]
+        made_for = len(cache.keys), *cache.keys[0].shape[1:3]
         ours = self.config.n_layer, self.config.n_head, self.config.d_head
         if made_for != ours:
             raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")

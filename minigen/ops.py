@@ -19,8 +19,6 @@ from minigen.threads import THREADS, share
 PIECE = 2**16
 # Weights, or keys and values, from which it pays to wake a second thread, which takes 40 microseconds.
 WORTH_SHARING = 2**20
-# Keys that attention multiplies at a time.
-KEYS = 64
 # OpenBLAS does not pack a product of up to so many multiplications, and, in order "rows", of up to 1,200 results (its
 # kernel/x86_64/sgemm_small_kernel_permit_skylakex.c); see `linear`.
 SMALL_PRODUCT = 1_000_000
@@ -133,29 +131,14 @@ def elementwise(function, x):
     return values.reshape(x.shape)
 
 
-def _scores(q, keys):
-    """q: [B, H, T, D], keys: [B, H, S, D] -> q @ k.T, [B, H, T, S], in products that are not packed: see `linear`."""
-    B, H, T, D = q.shape
-    S = keys.shape[2]
-    if T == 1:
-        return q @ keys.swapaxes(2, 3)  # gemv, which never packs
-    cut = S - S % KEYS
-    scores = np.empty((B, H, T, S), np.float32)
-    blocks = keys[:, :, :cut].reshape(B, H, -1, KEYS, D)  # [B, H, S, D] -> [B, H, n_blocks, KEYS, D]
-    by_block = scores[..., :cut].reshape(B, H, T, -1, KEYS).swapaxes(2, 3)  # -> [B, H, n_blocks, T, KEYS]
-    np.matmul(q[:, :, None], blocks.swapaxes(3, 4), out=by_block)
-    np.matmul(q, keys[:, :, cut:].swapaxes(2, 3), out=scores[..., cut:])
-    return scores
-
-
 def attention(q, keys, values, scale, mask=None):
     """softmax(q @ k.T * scale) @ v for each head (Vaswani et al. 2017, section 3.2).
 
-    q: [B, H, T, D], keys and values: [B, H, S, D] -> [B, T, H, D]. mask: bool [B, 1, T, S], True where a query may
+    q: [B, H, D, T], keys and values: [B, H, D, S] -> [B, T, H, D]. mask: bool [B, 1, T, S], True where a query may
     look, which must be somewhere; None where all may look everywhere.
     """
-    B, H, T, D = q.shape
-    S = keys.shape[2]
+    B, H, D, T = q.shape
+    S = keys.shape[3]
     heads = np.empty((B, T, H, D), np.float32)
 
     def attend(span, chunk):
@@ -163,16 +146,18 @@ def attention(q, keys, values, scale, mask=None):
         seen = None if mask is None else mask[:, :, chunk]
         # None of these queries sees a key beyond `used`; in a long prompt, all later ones.
         used = S if mask is None else np.flatnonzero(seen.any(axis=(0, 1, 2)))[-1] + 1
-        scores = _scores(q[:, span, chunk] * scale, keys[:, span, :used])
+        queries = q[:, span, :, chunk].swapaxes(2, 3) * scale  # [B, H, D, T] -> [B, H, T, D]
+        scores = queries @ keys[:, span, :, :used]  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
         if mask is not None:
             scores = np.where(seen[..., :used], scores, np.float32(-np.inf))
         # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D], which is written as [B, T, H, D]
-        np.matmul(softmax(scores), values[:, span, :used], out=heads.swapaxes(1, 2)[:, span, chunk])
+        seen_values = values[:, span, :, :used].swapaxes(2, 3)
+        np.matmul(softmax(scores), seen_values, out=heads.swapaxes(1, 2)[:, span, chunk])
 
     # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
-    queries = max(2, min(FEW, SMALL_PRODUCT // (D * S)))
-    if T > queries:
-        chunks = [slice(start, start + queries) for start in range(0, T, queries)]
+    width = max(2, min(FEW, SMALL_PRODUCT // (D * S)))
+    if T > width:
+        chunks = [slice(start, start + width) for start in range(0, T, width)]
         share(lambda i: attend(slice(None), chunks[i]), len(chunks))
     else:
         n = min(THREADS, H) if keys.size + values.size >= WORTH_SHARING else 1

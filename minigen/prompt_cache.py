@@ -7,7 +7,7 @@ computed another may take over as it is, however the texts go on: the longest co
 A file is in the safetensors format, n being the number of the prompt's ids:
 
     ids                  int64   [n]
-    keys.0, values.0 ... float32 [H, n, D]   a pair for each layer, row 0 of the cache
+    keys.0, values.0 ... float32 [H, D, n]   a pair for each layer, row 0 of the cache
     metadata: format, version, model (see `fingerprint`), embeddings (see `_embeddings`), crc32 of all tensors in order
 
 Before any of it is trusted the checksum must be right and the fingerprints those of the model. The last known token is
@@ -32,7 +32,7 @@ from safetensors.numpy import save as to_safetensors
 
 from minigen.ops import embed
 
-FORMAT, VERSION = "minigen prompt cache", "1"
+FORMAT, VERSION = "minigen prompt cache", "2"
 # The config's fields on which no key or value depends.
 WITHOUT_EFFECT = {"bos_token_id", "eos_token_id", "reorder_and_upcast_attn"}
 # How far a recomputed key or value may be from the saved one, as a part of the layer's largest: sums in another order
@@ -113,14 +113,14 @@ def _read(path, model, cache, ids):
         last = []
         for layer in range(config.n_layer):
             # One layer at a time, and each whole, for the checksum: there is never a second copy of all.
-            shape = [config.n_head, n, config.d_head]
+            shape = [config.n_head, config.d_head, n]
             pair = [_tensor(file, path, f"{kind}.{layer}", "F32", shape) for kind in ("keys", "values")]
             for tensor in pair:
                 checksum = zlib.crc32(tensor, checksum)
             if known > 1:
-                cache.store(layer, plan, *(tensor[None, :, : known - 1] for tensor in pair))  # -> [1, H, known - 1, D]
+                cache.store(layer, plan, *(tensor[None, ..., : known - 1] for tensor in pair))  # -> [1, H, D, known - 1]
             if known:
-                last.append(tuple(tensor[:, known - 1].copy() for tensor in pair))  # [H, n, D] -> [H, D]
+                last.append(tuple(tensor[..., known - 1].copy() for tensor in pair))  # [H, D, n] -> [H, D]
         if metadata.get("crc32") != f"{checksum:08x}":
             raise _refusal(path, "is damaged: its checksum is wrong")
     return Restored(known, last)
@@ -161,7 +161,7 @@ def check_last(path, cache, restored):
     """
     for layer, pair in enumerate(restored.last):
         for saved, rows in zip(pair, cache.prefix(layer, restored.known), strict=True):
-            computed = rows[0, :, -1]  # [1, H, known, D] -> [H, D]
+            computed = rows[0, ..., -1]  # [1, H, D, known] -> [H, D]
             if not np.abs(computed - saved).max() <= TOLERANCE * np.abs(saved).max():
                 raise _refusal(path, "was made with other weights: running its last known token gives something else")
 
@@ -176,7 +176,7 @@ def save(path, model, cache, ids):
     tensors = {"ids": np.array(ids, np.int64)}
     for layer in range(model.config.n_layer):
         keys, values = cache.prefix(layer, len(ids))
-        tensors[f"keys.{layer}"] = np.ascontiguousarray(keys[0])  # [1, H, n, D] -> [H, n, D]
+        tensors[f"keys.{layer}"] = np.ascontiguousarray(keys[0])  # [1, H, D, n] -> [H, D, n]
         tensors[f"values.{layer}"] = np.ascontiguousarray(values[0])
     checksum = 0
     for tensor in tensors.values():

@@ -171,7 +171,8 @@ def _weights(logits):
 def log_softmax(logits):
     """Natural logarithms of the probabilities of one row, float64 [V]."""
     # The sum is float64; its terms need not be, and float32 exp is several times as fast.
-    return logits.astype(float) - (float(logits.max()) + math.log(_weights(logits).sum(dtype=float)))
+    log_sum = float(logits.max()) + math.log(_weights(logits).sum(dtype=float))
+    return np.subtract(logits, log_sum, dtype=float)  # one array and not two: 0.16 instead of 0.44 ms for 50,257
 
 
 def apply_temperature(logits, temperature):

@@ -672,9 +672,9 @@ def test_beams_that_go_on_stay_in_their_rows_and_the_prompt_is_not_copied():
             assert touched is not None, "no new arrays where the number of rows stays"
             moved = [i for i in range(6) if rows[i] != i]
             moved_rows += len(moved)
-            for elements in touched:  # [B, H, C, D]
+            for elements in touched:  # [B, H, D, C]
                 assert set(np.flatnonzero(elements.any((1, 2, 3)))) == set(moved)
-                slots = np.flatnonzero(elements.any((0, 1, 3)))
+                slots = np.flatnonzero(elements.any((0, 1, 2)))
                 assert not moved or (slots.min() == 7 and slots.max() == length - 1)
     assert moved_rows > 50
 

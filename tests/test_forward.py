@@ -507,7 +507,7 @@ def test_padding_is_never_stored_and_takes_no_room():
     assert cache.length.tolist() == [6, 1, 2]
     assert [sorted(row[row >= 0]) for row in cache.slot_pos] == [[0, 1, 2, 3, 4, 5], [0], [0, 1]]
     for slots in cache.keys + cache.values:
-        assert (slots[1, :, 1:] == 0).all()
+        assert (slots[1, ..., 1:] == 0).all()
     # Row 0 is full; the others may still grow, and row 0 keeps what it has.
     model.forward([[0, 0], [1, 2], [3, 4]], cache, pad=[2, 0, 0])
     assert cache.length.tolist() == [6, 3, 4]
@@ -592,7 +592,7 @@ def test_a_cache_is_float32_zeros_of_the_stated_size():
     cache = KVCache(n_layer=3, n_head=2, d_head=4, capacity=10, batch=5)
     assert len(cache.keys) == len(cache.values) == 3
     for slots in cache.keys + cache.values:
-        assert slots.shape == (5, 2, 10, 4) and slots.dtype == np.float32 and not slots.any()
+        assert slots.shape == (5, 2, 4, 10) and slots.dtype == np.float32 and not slots.any()
     assert cache.nbytes == 2 * 3 * 2 * 4 * 10 * 4 * 5
     assert (cache.capacity, cache.window, cache.batch, cache.max_chunk) == (10, None, 5, 10)
     assert cache.length.tolist() == [0] * 5 and (cache.slot_pos == -1).all() and cache.slot_pos.shape == (5, 10)
@@ -615,10 +615,10 @@ def test_the_slots_in_use_are_handed_out_as_views():
     for _ in range(12):
         plan = cache.extend(cache.length[:, None] + np.arange(2))
         for layer in range(2):
-            new = np.ones((3, 2, 2, 4), np.float32)
+            new = np.ones((3, 2, 4, 2), np.float32)
             keys, values = cache.store(layer, plan, new, new)
             assert np.shares_memory(keys, cache.keys[layer]) and np.shares_memory(values, cache.values[layer])
-            assert keys.shape == values.shape == (3, 2, min(cache.length[0], 10), 4)
+            assert keys.shape == values.shape == (3, 2, 4, min(cache.length[0], 10))
 
 
 class ListModel:
@@ -677,10 +677,10 @@ def write_and_check(cache, lists, counts, stamp, more_padding=0):
     plan = cache.extend(positions)
     assert cache.length.tolist() == [len(row) for row in lists.stamps]
     for layer in range(len(cache.keys)):
-        # [B, 2, T, 1]: heads are told apart by the sign, keys from values by a factor, layers by what is added.
-        new = np.stack([stamps, -stamps], axis=1)[..., None].astype(np.float32)
+        # [B, 2, 1, T]: heads are told apart by the sign, keys from values by a factor, layers by what is added.
+        new = np.stack([stamps, -stamps], axis=1)[:, :, None].astype(np.float32)
         keys, values = cache.store(layer, plan, new + layer, new * 2 + layer)
-        used = keys.shape[2]
+        used = keys.shape[3]
         mask = np.ones((len(counts), 1, width, used), bool) if plan.mask is None else plan.mask
         mask = np.broadcast_to(mask, (len(counts), 1, width, used))
         for row, count in enumerate(counts):
@@ -691,8 +691,8 @@ def write_and_check(cache, lists, counts, stamp, more_padding=0):
                 assert cache.slot_pos[row, order].tolist() == [p for p, _ in expected]
                 wanted = np.array([s for _, s in expected])
                 for slots, factor in ((keys, 1), (values, 2)):
-                    assert (slots[row, 0, order, 0] == factor * wanted + layer).all()
-                    assert (slots[row, 1, order, 0] == -factor * wanted + layer).all()
+                    assert (slots[row, 0, 0, order] == factor * wanted + layer).all()
+                    assert (slots[row, 1, 0, order] == -factor * wanted + layer).all()
             assert count == 0 or len(visible)
     return stamp + stamps.size
 
@@ -709,7 +709,7 @@ def test_a_ring_of_eight_equals_a_plain_list_at_its_boundary(window, chunks):
         stamp = write_and_check(cache, lists, [count], stamp)
     # Read in time order the ring holds the last 8 stamps, and each in the slot of its position.
     order = np.argsort(cache.slot_pos[0])[-min(sum(chunks), 8) :]
-    assert cache.keys[1][0, 0, order, 0].tolist() == [s + 1 for s in lists.stamps[0][-8:]]
+    assert cache.keys[1][0, 0, 0, order].tolist() == [s + 1 for s in lists.stamps[0][-8:]]
     assert cache.slot_pos[0, order].tolist() == list(range(sum(chunks)))[-8:]
     assert (cache.slot_pos[0, order] % 8 == order).all()
 
@@ -824,7 +824,7 @@ def test_short_rows_are_not_disturbed_by_what_lies_behind_their_end():
     ids, pad = ragged([long, short[:4]])
     model.forward(ids, cache, pad=pad)
     for slots in cache.keys + cache.values:
-        slots[1, :, 4:] = 1e30
+        slots[1, ..., 4:] = 1e30
     for at in range(4, 12):
         logits = model.forward([[0], [short[at]]], cache, pad=[1, 0])
         assert_close(logits[1], reference_logits(config, params, short[: at + 1])[-1], 1e-5)
@@ -1046,18 +1046,17 @@ def test_max_chunk_is_the_most_that_fits(window):
 
 def test_a_prefix_is_what_was_stored_at_the_first_positions():
     cache = KVCache(n_layer=2, n_head=2, d_head=3, capacity=8, batch=2)
-    stored = (
-        np.random.default_rng(0).standard_normal((2, 2, 2, 2, 6, 3)).astype(np.float32)
-    )  # layer, K or V, [B, H, T, D]
+    # layer, K or V, [B, H, D, T]
+    stored = np.random.default_rng(0).standard_normal((2, 2, 2, 2, 3, 6)).astype(np.float32)
     for at in (0, 4):
         plan = cache.extend(np.arange(at, min(at + 4, 6))[None].repeat(2, axis=0))
         for layer in range(2):
-            cache.store(layer, plan, *stored[layer, :, :, :, at : at + 4])
+            cache.store(layer, plan, *stored[layer, ..., at : at + 4])
     for layer in range(2):
         for length in (0, 1, 4, 6):
             keys, values = cache.prefix(layer, length)
-            np.testing.assert_array_equal(keys, stored[layer, 0, :, :, :length])
-            np.testing.assert_array_equal(values, stored[layer, 1, :, :, :length])
+            np.testing.assert_array_equal(keys, stored[layer, 0, ..., :length])
+            np.testing.assert_array_equal(values, stored[layer, 1, ..., :length])
             assert length == 0 or np.shares_memory(keys, cache.keys[layer])
     cache.truncate([6, 3])
     assert cache.prefix(0, 3)[0].shape == (2, 2, 3, 3)
@@ -1069,7 +1068,7 @@ def test_a_prefix_is_what_was_stored_at_the_first_positions():
 def test_a_prefix_that_the_ring_has_overwritten_is_refused():
     cache = KVCache(1, 1, 1, capacity=5, window=3)
     cache.extend(np.arange(5)[None])
-    assert cache.prefix(0, 5)[0].shape == (1, 1, 5, 1)
+    assert cache.prefix(0, 5)[0].shape == (1, 1, 1, 5)
     cache.extend(np.array([[5]]))
     for length in (1, 5, 6):
         with pytest.raises(ValueError, match="positions"):
@@ -1233,10 +1232,10 @@ class KeysAndValues(CacheMachine):
         for row, count in enumerate(counts):
             self.rows.extend(row, new[row, width - count :].tolist())
         for layer in range(2):
-            heads = np.stack([new, -new], axis=1)[..., None].astype(np.float32)  # [B, T] -> [B, 2, T, 1]
+            heads = np.stack([new, -new], axis=1)[:, :, None].astype(np.float32)  # [B, T] -> [B, 2, 1, T]
             keys, values = self.cache.store(layer, plan, heads + layer / 4, heads * 2 + layer / 4)
-            S = keys.shape[2]
-            assert keys.shape == values.shape == (len(counts), 2, S, 1)
+            S = keys.shape[3]
+            assert keys.shape == values.shape == (len(counts), 2, 1, S)
             assert S <= min(self.cache.capacity, max(self.lengths))  # no more than is in use
             mask = np.broadcast_to(True if plan.mask is None else plan.mask, (len(counts), 1, width, S))[:, 0]
             assert mask.any(axis=2).all()  # a softmax over nothing is NaN, of padding too
@@ -1244,10 +1243,10 @@ class KeysAndValues(CacheMachine):
                 expected = [self.rows.tokens[row][p] for p in self.rows.visible(positions[row, t])]
                 for head, sign in enumerate((1, -1)):
                     for slots, factor in ((keys, 1), (values, 2)):
-                        seen = (slots[row, head, mask[row, t], 0] - layer / 4) / (sign * factor)
+                        seen = (slots[row, head, 0, mask[row, t]] - layer / 4) / (sign * factor)
                         assert sorted(seen) == sorted(expected)
                     # And each value stands beside its key.
-                    key, value = (slots[row, head, mask[row, t], 0] - layer / 4 for slots in (keys, values))
+                    key, value = (slots[row, head, 0, mask[row, t]] - layer / 4 for slots in (keys, values))
                     assert (value == 2 * key).all()
 
 

@@ -208,14 +208,14 @@ def test_two_threads_may_use_one_weight_at_once(three_threads):
 
 def slow_attention(q, keys, values, scale, mask):
     """softmax(q @ k.T * scale) @ v in float64, query by query."""
-    B, H, T, D = q.shape
+    B, H, D, T = q.shape
     out = np.zeros((B, T, H, D))
     for b, h, t in np.ndindex(B, H, T):
-        scores = keys[b, h].astype(float) @ q[b, h, t].astype(float) * scale
+        scores = keys[b, h].T.astype(float) @ q[b, h, :, t].astype(float) * scale
         if mask is not None:
             scores[~mask[b if len(mask) > 1 else 0, 0, t]] = -np.inf
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ values[b, h].astype(float)
+        out[b, t, h] = weights / weights.sum() @ values[b, h].T.astype(float)
     return out
 
 
@@ -234,10 +234,10 @@ def slow_attention(q, keys, values, scale, mask):
 )
 def test_attention_is_the_formula(three_threads, B, H, T, S, D, masked):
     rng = np.random.default_rng(T)
-    q = 3 * rng.standard_normal((B, H, T, D)).astype(np.float32)
+    q = 3 * rng.standard_normal((B, H, D, T)).astype(np.float32)
     # Views of a longer cache, as attention gets them; what lies behind must not be read.
-    keys, values = (np.full((B, H, S + 5, D), np.nan, np.float32)[:, :, :S] for _ in range(2))
-    keys[:], values[:] = rng.standard_normal((2, B, H, S, D))
+    keys, values = (np.full((B, H, D, S + 5), np.nan, np.float32)[..., :S] for _ in range(2))
+    keys[:], values[:] = rng.standard_normal((2, B, H, D, S))
     mask = None
     if masked:
         mask = rng.random((B, 1, T, S)) < 0.3
