@@ -161,7 +161,7 @@ class Mutants:
         return True
 
 
-def test_mutants(module, wanted, seconds):
+def test_mutants(module, wanted, seconds, selection):
     """In a copy of the project: put the mutants of one file in its place and run the tests that are there for it."""
     os.environ |= {"PYTHONPATH": os.getcwd(), "MUTANT_UNDER_TEST": "stats"}
     path = Path("minigen", f"{module}.py")
@@ -173,21 +173,23 @@ def test_mutants(module, wanted, seconds):
     settings.load_profile("mutation")
     files = [f"tests/{file}" for file in TESTS[module]]
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what pytest prints, in every fork
+    os.dup2(os.open("pytest.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)  # what pytest prints, in every fork
     set_mutant_under_test("stats")
     mutants = Mutants(module, mutated.code, names, files, out, seconds)
-    if pytest.main([*OPTIONS, *files], plugins=[mutants]):
-        sys.exit(f"{module}: {' '.join(files)} must pass before mutants mean anything")
+    if pytest.main([*OPTIONS, "-k", selection, *files], plugins=[mutants]):
+        log = Path("pytest.log").read_text(encoding="utf-8")
+        sys.exit(f"{log[-5000:]}\n{module}: {' '.join(files)} must pass before mutants mean anything")
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", default=list(TESTS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60, help="the most that the tests of one mutant may take")
+    parser.add_argument("-k", default="", help="which tests to use, as pytest's -k")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
-        test_mutants(args.here, args.names, args.seconds)
+        test_mutants(args.here, args.names, args.seconds, args.k)
         return
     for module in TESTS:
         wanted = [name for name in args.names if name.split(".")[0] == module]
@@ -198,7 +200,7 @@ def main():
                 for name in ("pyproject.toml", "README.md"):
                     shutil.copy(ROOT / name, folder)
                 Path(folder, "weights").symlink_to(ROOT / "weights")
-                arguments = ["--here", module, "--seconds", str(args.seconds), *wanted]
+                arguments = ["--here", module, "--seconds", str(args.seconds), "-k", args.k, *wanted]
                 subprocess.run([sys.executable, "-m", "tests.mutation", *arguments], cwd=folder)
 
 

@@ -860,7 +860,7 @@ def assert_equals_cold_prefill(model, cache, ids):
     slots = positions % cache.capacity
     assert cache.slot_pos[0, slots].tolist() == fresh.slot_pos[0, slots].tolist() == positions.tolist()
     for ours, theirs in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
-        np.testing.assert_allclose(ours[0][:, slots], theirs[0][:, slots], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(ours[0][..., slots], theirs[0][..., slots], atol=1e-5, rtol=1e-5)
 
 
 class Rounds:
