@@ -819,6 +819,7 @@ def test_what_a_cache_refuses_is_named():
     assert cache.length.tolist() == [1, 1]
     cache.select([])
     assert cache.batch == 0 and cache.keys[0].shape == cache.values[0].shape == (0, 1, 1, 6)
+    cache.select([])  # no rows of none
 
     ring = KVCache(1, 1, 1, capacity=5, batch=2, window=4)
     for at in range(8):

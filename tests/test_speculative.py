@@ -1698,9 +1698,9 @@ def test_refusals(options, named):
 )
 def test_refusals_without_a_draft_model(options, named):
     model, letters = tiny_model(24, vocab_size=8), Letters(8)
-    prompts = options.pop("prompts", "a")
+    options = {"prompts": "a"} | options
     with pytest.raises(ValueError, match=named):
-        stream(model, letters, prompts, **options)
+        stream(model, letters, **options)
 
 
 @pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])

@@ -596,6 +596,15 @@ def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network
         assert tokenizer.encode(text) == ids, repr(text)
 
 
+@pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
+def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
+    write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
+    for name in {"vocab.json", "merges.txt"} - {left}:
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(bytes_vocab() | {"ba": 257}, ["b a"])))
+    assert Tokenizer.from_folder(tmp_path).encode("abba") == [97, 98, 257]
+
+
 # ---------------------------------------------------------------------------------------- broken files
 
 
