@@ -1707,7 +1707,7 @@ def test_refusals_without_a_draft_model(options, named):
 @pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
 def test_config_says_what_it_refuses(name, value):
     least = 0 if name == "prompt_lookup_num_tokens" else 1
-    if type(value) is int and value >= least or (name, value) == ("num_draft_tokens", "auto"):
+    if (type(value) is int and value >= least) or (name, value) == ("num_draft_tokens", "auto"):
         assert getattr(SpeculationConfig(**{name: value}), name) == value
         return
     with pytest.raises(ValueError) as error:
