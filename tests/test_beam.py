@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from minigen.api import generate, stream
+from minigen.beam import BeamConfig
 from minigen.cache import KVCache
 from minigen.model import GPT2, GPT2Config
 from tests.golden.make_beam import load_case
@@ -1006,6 +1007,12 @@ def test_what_cannot_be_done_is_said_at_once(options, words):
     with pytest.raises(ValueError, match=words):
         stream(model, LETTERS, [[0]], **options)
     assert model.calls == []
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    for options in ({"num_beams": 1}, {"length_penalty": 10}, {"length_penalty": -10.0}, {"early_stopping": "never"}):
+        ((name, value),) = options.items()
+        assert getattr(BeamConfig(**options), name) == value
 
 
 def test_a_draft_model_and_beams_do_not_go_together():
