@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = {  # file of minigen/ -> the tests that are there to find its faults
     "sampler": ["test_sampler.py"],
     "tokenizer": ["test_tokenizer.py"],
-    "speculative": ["test_speculative.py"],
-    "beam": ["test_beam.py"],
+    "speculative": ["test_speculative.py", "test_prompt_cache.py"],
+    "beam": ["test_beam.py", "test_prompt_cache.py"],
     "cache": ["test_forward.py", "test_decode.py"],
 }
 OPTIONS = ["-q", "-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain", "--tb=native"]
@@ -75,7 +75,7 @@ def outcome_of(pid):
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    if status in (-signal.SIGXCPU, -signal.SIGALRM, -signal.SIGKILL):
+    if status in (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGALRM, -signal.SIGKILL):
         return "timeout"
     return "killed" if status else "survived"
 
@@ -89,34 +89,36 @@ class Mutants:
         self.functions = functions_of(code)
         self.outcomes = dict.fromkeys(("killed", "timeout", "survived", "not called", "wording"), 0)
 
-    def run(self, session, items):
-        """Whether all these tests pass."""
+    def run(self, session, items, seconds=None):
+        """Whether all these tests pass. A test that takes much longer than its `seconds` ends this process."""
         for item, following in zip(items, [*items[1:], None], strict=True):
+            if seconds:
+                signal.setitimer(signal.ITIMER_PROF, 2 + 5 * seconds[item])
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.testsfailed:
                 return False
         return True
 
-    def in_a_fork(self, session, items, name, seconds):
+    def in_a_fork(self, session, items, name, seconds, limit):
         pid = os.fork()
         if pid == 0:
-            limited(seconds)
+            limited(limit)
             set_mutant_under_test(f"minigen.{self.module}.{name}")
             try:
-                passed = self.run(session, items)
+                passed = self.run(session, items, seconds)
             except BaseException:
                 passed = False
             os._exit(0 if passed else 1)
         return outcome_of(pid)
 
-    def in_a_new_process(self, name, seconds):
+    def in_a_new_process(self, name, limit):
         """For functions that run while the module is imported."""
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *OPTIONS, *self.files],
             env=os.environ | {"MUTANT_UNDER_TEST": f"minigen.{self.module}.{name}"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: limited(seconds),
+            preexec_fn=lambda: limited(limit),
         )
         return outcome_of(process.pid)
 
@@ -139,7 +141,7 @@ class Mutants:
                 item for item, so_far in zip(items, total, strict=True) if so_far <= self.most_seconds
             ]
         in_use = [item for item in session.items if any(item in items for items in tests_of.values())]
-        if self.in_a_fork(session, in_use, "none", 1000) != "survived":
+        if self.in_a_fork(session, in_use, "none", seconds, 1000) != "survived":
             raise RuntimeError("what passes here fails when it is run again, in a fork")
         for number, name in enumerate(self.names, 1):
             function = mangled_name_from_mutant_name(name)
@@ -151,7 +153,7 @@ class Mutants:
             elif f"minigen.{self.module}.{function}" in at_import:
                 outcome = self.in_a_new_process(name, limit)
             elif items:
-                outcome = self.in_a_fork(session, items, name, limit)
+                outcome = self.in_a_fork(session, items, name, seconds, limit)
             else:
                 outcome = "not called"
             self.outcomes[outcome] += 1
