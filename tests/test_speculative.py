@@ -1477,6 +1477,18 @@ def auto_rounds(monkeypatch, model, draft, *, target_cost, draft_cost, prompt=(0
     return done, rounds
 
 
+def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
+    clock, letters, model = Clock(), Letters(8), oracle(8, 1)
+    monkeypatch.setattr(speculative, "time", clock)
+    draft = timed(model, clock, 0.5), letters
+    target = timed(model, clock, 10)
+    done = generate_one(target, letters, [0, 1], draft_model=draft, num_draft_tokens=3, temperature=0, max_tokens=50)
+    stats = done.speculation
+    assert stats.target_passes > 5 and stats.drafted > 20
+    assert stats.target_seconds == 10 * stats.target_passes  # without the prompt's
+    assert stats.draft_seconds == 0.5 * stats.drafted
+
+
 def test_auto_drafts_much_where_drafts_are_right_and_cheap(monkeypatch):
     model = oracle(8, 1)
     done, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(0.5,))
