@@ -87,25 +87,36 @@ class Mutants:
         self.module, self.names, self.files, self.out = module, names, files, out
         self.most_seconds = most_seconds
         self.functions = functions_of(code)
+        self.seconds = {}
         self.outcomes = dict.fromkeys(("killed", "timeout", "survived", "not called", "wording"), 0)
 
-    def run(self, session, items, seconds=None):
-        """Whether all these tests pass. A test that takes much longer than its `seconds` ends this process."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        start = sum(os.times()[:4])
+        result = yield
+        self.seconds[item] = sum(os.times()[:4]) - start  # on the processor, in processes that it started too
+        return result
+
+    def passes(self, session, item, following=None):
+        """Run one test, what it shares with the following one being kept."""
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return not session.testsfailed
+
+    def all_pass(self, session, items):
+        """Run tests until one fails. One that takes much longer than it did ends this process."""
         for item, following in zip(items, [*items[1:], None], strict=True):
-            if seconds:
-                signal.setitimer(signal.ITIMER_PROF, 2 + 5 * seconds[item])
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if session.testsfailed:
+            signal.setitimer(signal.ITIMER_PROF, 10 + 5 * self.seconds[item])
+            if not self.passes(session, item, following):
                 return False
         return True
 
-    def in_a_fork(self, session, items, name, seconds, limit):
+    def in_a_fork(self, session, items, name, limit):
         pid = os.fork()
         if pid == 0:
             limited(limit)
             set_mutant_under_test(f"minigen.{self.module}.{name}")
             try:
-                passed = self.run(session, items, seconds)
+                passed = self.all_pass(session, items)
             except BaseException:
                 passed = False
             os._exit(0 if passed else 1)
@@ -125,35 +136,31 @@ class Mutants:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         at_import = set(state()._stats)  # the names of the functions that were called since it was emptied
-        seconds, tests_of = {}, {}
-        for item in session.items:
+        tests_of = {}
+        for item in session.items:  # alone, so that it calls what sets up anything it shares
             state()._stats.clear()
-            start = sum(os.times()[:4])
-            if not self.run(session, [item]):
+            if not self.passes(session, item):
                 return True  # pytest ends with a failed test
-            seconds[item] = sum(os.times()[:4]) - start  # on the processor, here and in processes that the test started
             for function in state()._stats:
                 tests_of.setdefault(function, []).append(item)
         for function, items in tests_of.items():
-            items.sort(key=seconds.get)
-            total = itertools.accumulate(map(seconds.get, items))
-            tests_of[function] = [
-                item for item, so_far in zip(items, total, strict=True) if so_far <= self.most_seconds
-            ]
+            items.sort(key=self.seconds.get)
+            until = itertools.accumulate(map(self.seconds.get, items))
+            tests_of[function] = [item for item, end in zip(items, until, strict=True) if end <= self.most_seconds]
         in_use = [item for item in session.items if any(item in items for items in tests_of.values())]
-        if self.in_a_fork(session, in_use, "none", seconds, 1000) != "survived":
+        if self.in_a_fork(session, in_use, "none", 1000) != "survived":
             raise RuntimeError("what passes here fails when it is run again, in a fork")
         for number, name in enumerate(self.names, 1):
             function = mangled_name_from_mutant_name(name)
             sources = [self.functions[f"{function}__mutmut_orig"], self.functions[name]]
             items = tests_of.get(f"minigen.{self.module}.{function}", [])
-            limit = 10 + int(3 * sum(map(seconds.get, items or session.items)))
+            limit = 20 + int(3 * sum(map(self.seconds.get, items or session.items)))
             if without_sentences(sources[0]) == without_sentences(sources[1]):
                 outcome = "wording"
             elif f"minigen.{self.module}.{function}" in at_import:
                 outcome = self.in_a_new_process(name, limit)
             elif items:
-                outcome = self.in_a_fork(session, items, name, seconds, limit)
+                outcome = self.in_a_fork(session, items, name, limit)
             else:
                 outcome = "not called"
             self.outcomes[outcome] += 1

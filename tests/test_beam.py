@@ -1032,7 +1032,7 @@ def test_logits_that_are_not_numbers_are_named(broken):
 
 
 def test_nothing_to_go_on_with_is_named():
-    with pytest.raises(ValueError, match="token 1 "):
+    with pytest.raises(ValueError, match=r"token 1 .*-inf"):
         generate(
             TableModel(random_table(4, 0), 4, (3,)),
             LETTERS,
@@ -1041,7 +1041,7 @@ def test_nothing_to_go_on_with_is_named():
             logit_bias=dict.fromkeys(range(4), -math.inf),
         )
     # Three tokens are left and none may come twice.
-    with pytest.raises(ValueError, match="token 4 "):
+    with pytest.raises(ValueError, match=r"token 4 .*-inf"):
         generate(TableModel(random_table(4, 0), 4, ()), LETTERS, [[3]], num_beams=2, no_repeat_ngram_size=1)
 
 

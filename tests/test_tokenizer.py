@@ -596,6 +596,13 @@ def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network
         assert tokenizer.encode(text) == ids, repr(text)
 
 
+def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
+    content = tokenizer_json(bytes_vocab() | {"ab": 257}, ["a b"])
+    del content["model"]["type"], content["added_tokens"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.from_folder(tmp_path).encode("ab" + END) == [257, 256]
+
+
 @pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
 def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
     write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
@@ -679,6 +686,14 @@ def test_a_broken_file_is_named(tmp_path, name, fault):
     assert name in message and "\n" not in message
     fact = message.split(name, 1)[1]  # the folder's name could have anything in it
     assert all(part in fact for part in SAID.get((name, fault), [])), message
+
+
+def test_only_the_symbols_of_bytes_count_as_bytes():
+    vocab = bytes_vocab() | {"bc": 257, chr(256 + 68): 258}  # what a 257th byte would be spelled as
+    assert Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258}).encode("abc") == [97, 257]
+    del vocab["a"]
+    with pytest.raises(ValueError, match=" 255 of the 256 bytes"):
+        Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258})
 
 
 def changed_model(without=None, **changes):
