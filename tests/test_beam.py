@@ -1009,6 +1009,19 @@ def test_what_cannot_be_done_is_said_at_once(options, words):
     assert model.calls == []
 
 
+@pytest.mark.parametrize("V", [4, 5, 6, 7, 8, 9, 13])
+@pytest.mark.parametrize("num_beams", [2, 3])
+def test_two_steps_where_a_step_has_about_as_many_candidates_as_there_are_tokens(V, num_beams):
+    # By the definition: the best first tokens, then the best of everything that may follow them.
+    for seed in range(5):
+        table = random_table(V, seed)
+        first = sorted(((math.log(p), token) for token, p in enumerate(table(()))), reverse=True)[:num_beams]
+        texts = [(total + math.log(p), [a, b]) for total, a in first for b, p in enumerate(table((a,)))]
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_tokens": 2}
+        found = generate(TableModel(table, V, ()), LETTERS, [[0]], **options)
+        assert [text.token_ids for text in found] == [ids for _, ids in sorted(texts, reverse=True)[:num_beams]]
+
+
 def test_the_ends_of_the_ranges_are_allowed():
     for options in ({"num_beams": 1}, {"length_penalty": 10}, {"length_penalty": -10.0}, {"early_stopping": "never"}):
         ((name, value),) = options.items()
