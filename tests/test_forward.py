@@ -796,6 +796,13 @@ def test_a_cache_of_no_use_is_refused(capacity, window, said):
     assert all(part in str(error.value) for part in said), error.value
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_the_smallest_cache_holds_one_token(window):
+    cache = KVCache(1, 1, 1, capacity=1, window=window)
+    assert cache.extend(np.array([[0]])).used == 1 and cache.length.tolist() == [1]
+    assert cache.max_chunk == (0 if window is None else 1)
+
+
 def test_what_a_cache_refuses_is_named():
     """The row at fault, what it holds and what would fit."""
     cache = KVCache(1, 1, 1, capacity=6, batch=3)
