@@ -1022,6 +1022,10 @@ def test_two_steps_where_a_step_has_about_as_many_candidates_as_there_are_tokens
         assert [text.token_ids for text in found] == [ids for _, ids in sorted(texts, reverse=True)[:num_beams]]
 
 
+def test_defaults_are_those_of_transformers():
+    assert BeamConfig() == BeamConfig(num_beams=1, length_penalty=1.0, early_stopping=False)
+
+
 def test_the_ends_of_the_ranges_are_allowed():
     for options in ({"num_beams": 1}, {"length_penalty": 10}, {"length_penalty": -10.0}, {"early_stopping": "never"}):
         ((name, value),) = options.items()

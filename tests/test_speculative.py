@@ -1223,6 +1223,17 @@ def test_context_shift_together_with_speculation(k, window, keep):
                 assert done.speculation.accepted == done.speculation.drafted > 0
 
 
+@pytest.mark.parametrize("n_positions", [2, 3, 4])
+def test_shifts_that_drop_one_or_two_tokens(n_positions):
+    letters, model = Letters(61), tiny_model(12, n_positions=n_positions)
+    for keep in {0, (n_positions - 1) // 2}:
+        options = dict(temperature=0, max_tokens=20, context_shift=True, keep=keep)
+        plain = generate_one(model, letters, [5], **options)
+        for k in (1, 2, 3):
+            done = generate_one(model, letters, [5], draft_model=(model, letters), num_draft_tokens=k, **options)
+            assert same_outcome(done, plain)
+
+
 def test_caches_are_empty_after_a_shift():
     for k in (2, 4, 14):
         model = tiny_model(12, n_positions=16)
@@ -1739,7 +1750,7 @@ def test_config_says_what_it_refuses(name, value):
 
 def test_config_takes_what_it_should():
     assert SpeculationConfig(num_draft_tokens="auto", prompt_lookup_num_tokens=9, max_matching_ngram_size=3)
-    assert SpeculationConfig().num_draft_tokens == 4
+    assert SpeculationConfig() == SpeculationConfig(4, 0, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -637,6 +637,8 @@ BROKEN = {
         "a fraction for an id": bytes_with('"a": 97.5'),
         "a negative id": bytes_with('"a": -97'),
         "one id for two": bytes_with('"a": 98'),
+        "a character that spells no byte": bytes_with('"a": 97, "\\u00ad": 257'),
+        "a space, which spells no byte": bytes_with('"a": 97, " b": 257'),
         "a byte is missing": bytes_with('"aa": 97'),
     },
     "merges.txt": {
