@@ -8,15 +8,6 @@ import os
 # the first tokens after it instead of 55.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
-from minigen.api import generate, load, stream
-from minigen.beam import BeamConfig
-from minigen.cache import KVCache
-from minigen.decode import Completion, DecodingConfig, Step
-from minigen.model import GPT2, GPT2Config
-from minigen.sampler import History, SamplingConfig, draw, probs
-from minigen.speculative import SpeculationConfig
-from minigen.tokenizer import Tokenizer
-
 __version__ = "0.1.0"
 __all__ = [
     "GPT2",
@@ -26,7 +17,10 @@ __all__ = [
     "GPT2Config",
     "History",
     "KVCache",
+    "PrefixCache",
     "SamplingConfig",
+    "Score",
+    "Session",
     "SpeculationConfig",
     "Step",
     "Tokenizer",
@@ -34,5 +28,31 @@ __all__ = [
     "generate",
     "load",
     "probs",
+    "score",
     "stream",
+    "trace",
 ]
+
+
+def __getattr__(name):
+    """Imports all public names when the first is asked for: `__main__` has its say on Ctrl-C before NumPy's import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from minigen.api import generate, load, stream
+    from minigen.beam import BeamConfig
+    from minigen.cache import KVCache
+    from minigen.decode import Completion, DecodingConfig, PrefixCache, Step
+    from minigen.model import GPT2, GPT2Config
+    from minigen.sampler import History, SamplingConfig, draw, probs
+    from minigen.scoring import Score, score
+    from minigen.session import Session
+    from minigen.speculative import SpeculationConfig
+    from minigen.tokenizer import Tokenizer
+    from minigen.tracing import trace
+
+    globals().update({key: value for key, value in locals().items() if key in __all__})
+    return globals()[name]
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """The front door: `load`, `generate` and `stream` check what was asked and choose the decoder."""
 
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from minigen.beam import BeamConfig, beam_search
 from minigen.checkpoint import find, load_config, read_tensors
 from minigen.checks import is_int, require
-from minigen.decode import DecodingConfig, Row, Stopwatch, decode
+from minigen.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode
 from minigen.model import GPT2
 from minigen.sampler import SamplingConfig
 from minigen.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
@@ -145,6 +146,22 @@ def _prompt_ids(model, tokenizer, prompts):
     return rows
 
 
+def _check_memory(config, name, value, rows, length):
+    """Raise ValueError where what every row needs for its whole length, keys, values and logits, is more than there is.
+
+    Memory is taken only when it is written to: without this, it would run out a long time later.
+    """
+    if not hasattr(os, "sysconf"):
+        return
+    there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 4 * rows * (2 * config.n_layer * config.n_embd * length + config.vocab_size)
+    if needed > there_is:
+        raise ValueError(
+            f"{name} is {value}, but keys, values and logits of {rows} texts of up to {length} tokens take "
+            f"{needed / 2**30:.1f} GiB of the machine's {there_is / 2**30:.1f}: ask for fewer or shorter texts"
+        )
+
+
 def _check_token_maps(tokenizer, draft_tokenizer):
     """Raise ValueError where an id that both vocabularies have means different tokens."""
     for token in range(min(tokenizer.n_vocab, draft_tokenizer.n_vocab)):
@@ -158,14 +175,16 @@ def _check_token_maps(tokenizer, draft_tokenizer):
 # ---------------------------------------------------------------------------------------- generation
 
 
-def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
+def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=UNWATCHED, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
     model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
-    only: what the prompt has in common with the last one, at its beginning, is not computed again. options: the fields
-    of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may be keyed by the text of
-    a token as well as by id. `Step.row` counts prompt by prompt: row r continues prompts[r // num_return_sequences].
+    only: what the prompt has in common with the last one, at its beginning, is not computed again. Or a `PrefixCache`,
+    which does the same in memory, and for the generated tokens too. watcher: a `watcher.Watcher`, which is told what
+    the run does. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`;
+    logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
+    prompts[r // num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
     The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
@@ -185,9 +204,20 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options
     if not prompt_ids:
         return iter(())
     if cache is not None:
-        require(isinstance(cache, str | os.PathLike), "cache", cache, "the path of a file, or None")
+        ok = isinstance(cache, str | os.PathLike | PrefixCache)
+        require(ok, "cache", cache, "the path of a file, a PrefixCache, or None")
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with a prompt cache")
     n = decoding.num_return_sequences
+    length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)
+    if beam.num_beams > 1:
+        _check_memory(model.config, "num_beams", beam.num_beams, beam.num_beams, length)
+    else:
+        _check_memory(model.config, "num_return_sequences", n, n * len(prompt_ids), length)
+    if isinstance(cache, PrefixCache):
+        require(cache.model is model, "cache", cache, "a PrefixCache of the same model")
+        require(n == 1, "num_return_sequences", n, "1 with a PrefixCache, which holds one text")
+        plain = beam.num_beams == 1 and draft_model is None and not speculation.prompt_lookup_num_tokens
+        require(plain, "cache", cache, "a file or None with beam search or speculation")
 
     def rows_of(prompt_indices, stopwatch):
         indices = [index for prompt in prompt_indices for index in range(prompt * n, prompt * n + n)]
@@ -201,7 +231,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options
 
     if beam.num_beams > 1:
         return one_by_one(
-            lambda rows, stopwatch: beam_search(model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache)
+            lambda rows, stopwatch: beam_search(
+                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, watcher
+            )
         )
     if draft_model is not None or speculation.prompt_lookup_num_tokens:
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
@@ -217,9 +249,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, **options
             _check_token_maps(tokenizer, draft_tokenizer)
             drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
             k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache)
+        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, watcher)
     stopwatch = Stopwatch()
-    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache)
+    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, watcher)
 
 
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):

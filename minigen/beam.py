@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.checks import is_int, is_number, plain_numbers, require
-from minigen.decode import Step, feed, new_cache, prefill
+from minigen.decode import UNWATCHED, Step, feed, new_cache, prefill
 from minigen.sampler import History, log_softmax, process, require_choice
 from minigen.tokenizer import Utf8Stream
 
@@ -87,7 +87,7 @@ def _keep_rows(running):
     return [candidate or homeless.pop(0) for candidate in rows]
 
 
-def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache):
+def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, watcher):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     budget = min(config.max_tokens, model.config.n_positions - len(prompt) + 1)
     # Each beam has at most one candidate for each end-of-text id; with so many, num_beams others remain to go on with.
@@ -101,7 +101,7 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
 
     beams, sums, finished = [[]], [0.0], []
     cache = new_cache(model, [prompt], config)
-    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache)
+    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache, watcher)
     while True:
         stopwatch.lap(cache)
         candidates = _best_candidates(logits, beams, sums, prompt, sampling, count)
@@ -115,6 +115,8 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
                 score = candidate.sum_logprob / length**beam.length_penalty
                 finished.append(Hypothesis(score, candidate.sum_logprob, tokens))
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[: beam.num_beams]
+        kept = _keep_rows(running[: beam.num_beams])
+        watcher.searched(beams, logits, candidates, kept, finished)
         if not running:
             if not finished:
                 require_choice(np.array([-np.inf]), length - 1)
@@ -125,27 +127,29 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
             if beam.early_stopping is True or best_possible <= finished[-1].score:
                 return finished
 
-        running = _keep_rows(running[: beam.num_beams])
-        beams = [[*beams[candidate.parent], candidate.token] for candidate in running]
-        sums = [candidate.sum_logprob for candidate in running]
+        beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]
+        sums = [candidate.sum_logprob for candidate in kept]
         if config.use_cache:
-            cache.select([candidate.parent for candidate in running], shared=len(prompt))
+            cache.select([candidate.parent for candidate in kept], shared=len(prompt))
         else:
             cache = new_cache(model, [prompt] * len(beams), config)
-        logits = feed(model, cache, [prompt + tokens for tokens in beams])
+        logits = feed(model, cache, [prompt + tokens for tokens in beams], watcher)
 
 
-def beam_search(model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None) -> Iterator[Step]:
+def beam_search(
+    model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None, watcher=UNWATCHED
+) -> Iterator[Step]:
     """Search for the continuations of one prompt; its rows get the best ones, best first.
 
     rows: `num_return_sequences` rows of the same prompt, at most num_beams. Where fewer different texts exist, the
     last rows end without a token. prompt_cache: see `decode.prefill`.
     """
+    watcher.began(rows, sampling, config)
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
     prompt = list(rows[0].context)  # a copy: the rows grow
-    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache)
+    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, watcher)
     for row, hypothesis in zip(rows, found, strict=False):
         row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
         logits = [None] * len(hypothesis.tokens)

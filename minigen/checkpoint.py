@@ -7,6 +7,7 @@ the library's NumPy side, has no bfloat16, and to read each one straight into th
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from minigen.checks import cut, shown
 from minigen.model import GPT2Config
 
 DEFAULT_MODEL = "fairytale"
@@ -43,9 +45,14 @@ PARAMETER = re.compile(r"(h\.\d+|wte|wpe|ln_f)\..*")
 
 
 def read_json(path):
-    """The parsed content of a JSON file. Raises ValueError, naming the file, where it is not JSON."""
+    """The parsed content of a JSON file; a byte order mark is no part of it.
+
+    Raises OSError where the file cannot be read, ValueError where it is not JSON, both naming it.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested thousands deep
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
@@ -98,9 +105,9 @@ def _weight_files(folder):
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for path in files:
         if path.parent != folder:
-            raise ValueError(f"{index} names {str(path)!r}, which lies outside the checkpoint's folder")
-        if not path.is_file():
-            raise OSError(f"{index} names {path.name}, which is not there: the checkpoint is incomplete")
+            raise ValueError(f"{index} names {shown(str(path))}, which lies outside the checkpoint's folder")
+        if not os.path.isfile(path):  # unlike Path's, it takes names that no file can have
+            raise OSError(f"{index} names {shown(path.name)}, which is not there: the checkpoint is incomplete")
     return files
 
 
@@ -128,10 +135,65 @@ def _lacks(folder):
     return f"{folder} has neither vocab.json with merges.txt nor tokenizer.json"
 
 
+def _download(repo_id):
+    """Fetch a hub repository, as far as it is needed, into the local cache; the snapshot folder.
+
+    A token that the hub refuses is left out, for a public repository needs none. Raises OSError, in one sentence that
+    says what to do; none of them shows a token.
+    """
+    # Imported here because it takes longer than everything else together, and most runs need no hub.
+    from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download, utils
+
+    utils.logging.set_verbosity_error()  # it tries again by itself, and that is all its warnings say
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    token, advice = None, ""
+
+    def ask():
+        # snapshot_download asks the same first, but would wait without limit for an answer.
+        HfApi().model_info(repo_id, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+    try:
+        try:
+            ask()
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != 401 or not get_token():
+                raise
+            token = False
+            refused = "the hub refused your token: renew it with `hf auth login`, or unset HF_TOKEN"
+            advice = f"; {refused}"
+            ask()
+            warnings.warn(f"{refused}; {repo_id} is public and is fetched without", stacklevel=4)
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, token=token))
+    except errors.GatedRepoError as error:
+        sentence = f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
+        raise OSError(sentence + advice) from error
+    except errors.RepositoryNotFoundError as error:
+        sentence = f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
+        raise OSError(sentence + advice) from error
+    except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            sentence = (
+                f"the hub does not let you read {repo_id}: ask for access on its page, or `hf auth login` as another"
+            )
+            raise OSError(sentence + advice) from error
+        if isinstance(error, OSError) and error.strerror:  # a full disk, or one that may not be written to
+            raise OSError(
+                f"cannot write {repo_id} to the local cache ({constants.HF_HUB_CACHE}): {error.strerror}; make room "
+                "there, or set HF_HOME to another folder"
+            ) from error
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        problem = re.sub(r"Bearer .*|hf_\w+", "your token", problem)  # a header that cannot be sent is quoted whole
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
+            f"({problem}); try again later, or give the folder of a checkpoint"
+        ) from error
+
+
 def _from_hub(repo_id):
     """The snapshot folder of a hub repository: from the local cache if it is complete there, else downloaded."""
-    # Imported here because it takes longer than everything else together, and most runs need no hub.
-    from huggingface_hub import constants, errors, snapshot_download, utils
+    from huggingface_hub import constants
 
     # The library's own look into its cache wants every file that the repository has; what is needed is enough here.
     cached = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
@@ -140,30 +202,15 @@ def _from_hub(repo_id):
     for folder in snapshots:
         if not _lacks(folder):
             return folder
-
-    problem = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        if not sys.stderr.isatty():
-            utils.disable_progress_bars()
-        try:
-            folder = Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
-            problem = _lacks(folder)
-            if not problem:
-                return folder
-        except errors.GatedRepoError as error:
-            raise OSError(
-                f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise OSError(
-                f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
-            ) from error
-        except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
-            problem = str(error).partition("\n")[0]
-    raise OSError(
-        f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
-        f"({problem}); go online once, or give the folder of a checkpoint"
-    )
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE is set: unset "
+            "it and go online once, or give the folder of a checkpoint"
+        )
+    folder = _download(repo_id)
+    if problem := _lacks(folder):
+        raise OSError(f"{repo_id} is no checkpoint that can be used: {problem}; choose another, or convert it yourself")
+    return folder
 
 
 def find(name=None):
@@ -174,12 +221,12 @@ def find(name=None):
     what is in the local cache is used without touching the network. Raises OSError where there is nothing to find.
     """
     path = Path(os.path.expanduser(DEFAULT_MODEL if name is None else name))
-    if name and path.is_dir():
+    if name and os.path.isdir(path):  # os.path's tests say no to names that no file can have; Path's raise
         return path
-    if name and path.is_file():
+    if name and os.path.isfile(path):
         raise OSError(f"{path} is a file; give the folder that holds config.json and model.safetensors")
     for weights in WEIGHTS_FOLDERS:
-        if path.name and (weights / path / "config.json").is_file():
+        if path.name and os.path.isfile(weights / path / "config.json"):
             return weights / path
     repo_id = str(name)
     if repo_id == "distilgpt2":
@@ -188,7 +235,7 @@ def find(name=None):
         repo_id = f"openai-community/{repo_id}"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
         raise OSError(
-            f"there is no checkpoint {str(name)!r}: give an existing folder, one of {_bundled_names()}, "
+            f"there is no checkpoint {shown(str(name))}: give an existing folder, one of {_bundled_names()}, "
             "gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, or a hub id such as owner/name"
         )
     return _from_hub(repo_id)
@@ -220,6 +267,26 @@ class StoredTensor(NamedTuple):
         return int(np.prod(self.shape))
 
 
+def _diagnosis(path):
+    """Of a file that the library refuses, what its words leave out: the tensor at fault, or the two sizes."""
+    name = None
+    try:
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size if header_size < 10**8 else 0))  # the format allows no more
+        header.pop("__metadata__", None)
+        expected = 8 + header_size
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            itemsize = np.dtype(DTYPES[entry["dtype"]]).itemsize if entry["dtype"] in DTYPES else None
+            if min(entry["shape"], default=0) < 0 or (itemsize and math.prod(entry["shape"]) * itemsize != end - begin):
+                return f"; look at {shown(name)}"
+            expected = max(expected, 8 + header_size + end)
+        return f"; it has {path.stat().st_size} bytes, its header speaks of {expected}"
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OSError):
+        return f"; look at {shown(name)}" if name else ""
+
+
 def _read_header(path):
     """The tensors of a safetensors file, after the library has checked that header and file fit each other."""
 
@@ -227,18 +294,20 @@ def _read_header(path):
         seen = {}
         for name, value in pairs:
             if name in seen:
-                raise ValueError(f"{path} names {name!r} twice")
+                raise ValueError(f"{path} names {shown(name)} twice")
             seen[name] = value
         return seen
 
     try:
         with safe_open(path, framework="numpy"):
             pass
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
+        raise ValueError(f"{path} is damaged or not a safetensors file: {cut(str(error))}{_diagnosis(path)}") from error
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     header.pop("__metadata__", None)
     return [
         StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + header_size + entry["data_offsets"][0])
@@ -253,6 +322,8 @@ def _read_values(stored, start=0, count=None):
     dtype = np.dtype(DTYPES[stored.dtype])
     count = stored.size if count is None else count
     raw = np.fromfile(stored.path, dtype, count, offset=stored.offset + start * dtype.itemsize)
+    if len(raw) < count:
+        raise ValueError(f"{stored.path} has become shorter while it was read")
     if stored.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         raw = raw.astype(np.uint32)
@@ -270,7 +341,7 @@ def _same_values(a, b, piece=2**20):
 
 
 def _listed(names, most=6):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def read_tensors(folder, config):
@@ -291,7 +362,7 @@ def read_tensors(folder, config):
             if MASK_BUFFER.fullmatch(name):
                 continue
             if name in tensors:
-                raise ValueError(f"{folder} holds {name} twice: {tensors[name].name} and {stored.name}")
+                raise ValueError(f"{folder} holds {cut(name)} twice: {cut(tensors[name].name)} and {cut(stored.name)}")
             tensors[name] = stored
 
     if config.n_layer > len(tensors):

@@ -6,10 +6,21 @@ from dataclasses import fields
 import numpy as np
 
 
+def cut(text):
+    """A text for a sentence: on one line, and of a long one the two ends."""
+    text = " ".join(text.splitlines())
+    return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
+
+
+def shown(value):
+    """`repr` of a value for a sentence."""
+    return cut(repr(value))
+
+
 def require(ok, name, value, allowed):
     """Raise ValueError unless `ok`: "<name> is <value>; it must be <allowed>"."""
     if not ok:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+        raise ValueError(f"{name} is {shown(value)}; it must be {allowed}")
 
 
 def is_int(value, least=-math.inf):

@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.checks import is_int, plain_numbers, require
-from minigen.prompt_cache import check_last, restore, save
+from minigen.prompt_cache import check_last, common_length, restore, save
 from minigen.sampler import History, draw, log_softmax, probs
 from minigen.tokenizer import StopMatcher, Utf8Stream
+from minigen.watcher import Watcher
 
 # Slots of a windowed cache beyond the window: what has wrapped is run in chunks of one more than this.
 WINDOW_SLACK = 63
+UNWATCHED = Watcher()
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class DecodingConfig:
             value = getattr(self, name)
             allowed = f"a whole number of {least} or more" + (", or None" if optional else "")
             require((optional and value is None) or is_int(value, least), name, value, allowed)
-        ok = isinstance(self.stop, tuple) and all(isinstance(stop, str) and stop for stop in self.stop)
-        require(ok, "stop", self.stop, "a text or a list of texts, none of them empty")
+        require(isinstance(self.stop, tuple), "stop", self.stop, "a text or a list of texts")
+        for stop in self.stop:
+            require(isinstance(stop, str) and stop, "stop", stop, "a text of one character or more, or a list of such")
         for name in ("use_cache", "context_shift"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -142,6 +145,12 @@ class Stopwatch:
         return Timings(n_prompt, self.reused_tokens, prompt_seconds, n_tokens, seconds, self.cache_bytes)
 
 
+def shifted(context, keep):
+    """The context that a shift leaves: without the older half of what follows the first `keep` ids."""
+    rest = context[keep:]
+    return context[:keep] + rest[len(rest) - len(rest) // 2 :]
+
+
 class Row:
     """One continuation while it grows: its ids, its random generator, and the text that may already be shown.
 
@@ -176,11 +185,6 @@ class Row:
     @property
     def n_generated(self):
         return len(self.ids) - self.n_prompt
-
-    def _shift(self):
-        """Drop the older half of what follows the first `keep` ids, and begin the context anew with the rest."""
-        kept, rest = self.context[: self._config.keep], self.context[self._config.keep :]
-        self.context = kept + rest[len(rest) - len(rest) // 2 :]
 
     def _logprob(self, token, logits):
         log_p = log_softmax(logits)
@@ -237,7 +241,7 @@ class Row:
                 self.finish_reason = "length"
             elif len(self.context) > self._n_positions:  # the new token has no position to be fed at
                 if self._config.context_shift:
-                    self._shift()
+                    self.context = shifted(self.context, self._config.keep)
                 else:
                     self.finish_reason = "context"
         return self._step(text, token, logprob, from_draft)
@@ -256,7 +260,7 @@ def new_cache(model, contexts, config):
     return model.new_cache(len(contexts), capacity)
 
 
-def feed(model, cache, contexts):
+def feed(model, cache, contexts, watcher=UNWATCHED):
     """Run the ids that each row's cache still lacks, in chunks that fit it; the logits after the last, [B, V]."""
     pending = [context[length:] for context, length in zip(contexts, cache.length, strict=True)]
     T = max(map(len, pending))
@@ -265,48 +269,80 @@ def feed(model, cache, contexts):
     start = 0
     while start < T:
         chunk = ids[:, start : start + cache.max_chunk]
-        logits = model.forward(chunk, cache, pad=np.clip(pad - start, 0, chunk.shape[1]))
+        chunk_pad = np.clip(pad - start, 0, chunk.shape[1])
+        logits = model.forward(chunk, cache, pad=chunk_pad, attended=watcher.attended)
+        watcher.fed(cache)
         start += chunk.shape[1]
     return logits
 
 
-def prefill(model, cache, prompts, stopwatch, prompt_cache=None):
-    """`feed` for the prompts of a run. With a prompt cache, a path, what its file knows of the one prompt is not run.
+class PrefixCache:
+    """A cache of one row that outlives a run: what the next prompt has in common with its ids is not run again.
 
-    Afterwards the file begins with the whole prompt. Returns the logits after the last ids, [B, V]. Raises OSError and
-    ValueError where the file cannot be used.
+    ids: those whose keys and values are all there. What `kv` holds beyond them was left by a pass that did not end.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.kv = model.new_cache()
+        self.ids = []
+
+    def truncate(self, length):
+        """Forget all but the first `length` ids."""
+        self.kv.truncate(min(length, self.kv.length[0]))
+        self.ids = self.ids[:length]
+
+
+def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCHED):
+    """`feed` for the prompts of a run; with a prompt cache, what that knows of the one prompt is not run.
+
+    prompt_cache: a `PrefixCache`, `cache` then being its own, or the path of a file, which afterwards begins with the
+    whole prompt. Returns the logits after the last ids, [B, V]. Raises OSError and ValueError where the file cannot be
+    used.
     """
     if prompt_cache is None:
-        return feed(model, cache, prompts)
+        return feed(model, cache, prompts, watcher)
     (ids,) = prompts
+    if isinstance(prompt_cache, PrefixCache):
+        prompt_cache.truncate(min(common_length(prompt_cache.ids, ids), len(ids) - 1))
+        stopwatch.reused_tokens = int(cache.length[0])
+        watcher.changed(cache, "restored")
+        return feed(model, cache, prompts, watcher)
     restored = restore(prompt_cache, model, cache, ids)
     stopwatch.reused_tokens = int(cache.length[0])
-    logits = feed(model, cache, prompts)
+    watcher.changed(cache, "restored")
+    logits = feed(model, cache, prompts, watcher)
     check_last(prompt_cache, cache, restored)
     if restored.known < len(ids):
         save(prompt_cache, model, cache, ids)
     return logits
 
 
-def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Iterator[Step]:
+def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=UNWATCHED) -> Iterator[Step]:
     """Generate all rows side by side, one token each per forward pass; finished rows leave the batch.
 
     rows: prompt-major, `num_return_sequences` for each prompt. prompt_cache: see `prefill`.
     """
+    watcher.began(rows, sampling, config)
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
     # Each prompt is run once; its continuations start from copies of its cache row.
     prompts = rows[:: config.num_return_sequences]
-    cache = new_cache(model, [row.context for row in prompts], config)
-    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache)
+    prefix = prompt_cache if isinstance(prompt_cache, PrefixCache) else None
+    cache = prefix.kv if prefix else new_cache(model, [row.context for row in prompts], config)
+    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache, watcher)
     logits = logits.repeat(config.num_return_sequences, axis=0)  # [B / n, V] -> [B, V]
     cache.select(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
     stopwatch.lap(cache)
     while True:
+        if prefix:
+            prefix.ids = list(rows[0].context)  # all of it has been fed
         for row, row_logits in zip(rows, logits, strict=True):
             p = probs(row_logits, row.history, sampling)
-            yield row.accept(draw(p, row.rng), row_logits)
+            token = draw(p, row.rng)
+            watcher.chose(row, row_logits, p, token)
+            yield row.accept(token, row_logits)
         left = [i for i, row in enumerate(rows) if not row.finish_reason]
         if not left:
             return
@@ -319,4 +355,7 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None) -> Itera
         elif config.context_shift:
             # A shifted context begins anew at position 0, so nothing of its row's cache is of use.
             cache.truncate(np.where(cache.length < list(map(len, contexts)), cache.length, 0))
-        logits = feed(model, cache, contexts)
+            if prefix:
+                prefix.truncate(int(cache.length[0]))
+            watcher.changed(cache, "shifted")
+        logits = feed(model, cache, contexts, watcher)

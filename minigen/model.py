@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from minigen.cache import KVCache
-from minigen.checks import is_int, is_number, require
+from minigen.checks import is_int, is_number, require, shown
 from minigen.ops import ACTIVATIONS, attention, elementwise, embed, lay_out, layer_norm, linear
 
 
@@ -74,10 +74,15 @@ class GPT2Config:
             raise ValueError(f"the configuration is a {type(config).__name__}, not an object of keys and values")
         model_type = config.get("model_type", "gpt2")
         if model_type != "gpt2":
-            raise ValueError(f"model_type is {model_type!r}; only 'gpt2' can be run")
+            raise ValueError(f"model_type is {shown(model_type)}; only 'gpt2' can be run")
         if config.get("add_cross_attention"):
             raise ValueError("add_cross_attention is true; only a plain decoder can be run")
-        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
+        given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        V = given.get("vocab_size", cls.vocab_size)
+        for name in ("bos_token_id", "eos_token_id"):
+            if is_int(V) and V <= getattr(cls, name):
+                given.setdefault(name, None)  # the default is GPT-2's own token, which a smaller vocabulary lacks
+        return cls(**given)
 
     @property
     def d_head(self):
@@ -154,7 +159,7 @@ class GPT2:
         scale = 1 / math.sqrt(self.config.d_head) if self.config.scale_attn_weights else 1.0
         return np.float32(scale / (layer + 1) if self.config.scale_attn_by_inverse_layer_idx else scale)
 
-    def _attention(self, x, block, layer, cache, plan):
+    def _attention(self, x, block, layer, cache, plan, attended):
         """Every token gathers from those it may see, between two linear layers."""
         B, T, E = x.shape
         H, D = self.config.n_head, self.config.d_head
@@ -162,7 +167,10 @@ class GPT2:
         q, k, v = qkv.reshape(B, T, 3, H, D).transpose(2, 0, 3, 4, 1)  # [B, T, 3 * E] -> 3 x [B, H, D, T]
         keys, values = cache.store(layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
 
-        heads = attention(q, keys, values, self._attention_scale(layer), plan.mask)  # [B, H, D, T] -> [B, T, H, D]
+        scale = self._attention_scale(layer)
+        if attended is not None:
+            attended(layer, q, keys, scale, plan.mask)
+        heads = attention(q, keys, values, scale, plan.mask)  # [B, H, D, T] -> [B, T, H, D]
         merged = heads.reshape(B, T, E)  # [B, T, H, D] -> [B, T, E]
         return linear(merged, block["attn.c_proj.weight"], block["attn.c_proj.bias"])
 
@@ -188,13 +196,14 @@ class GPT2:
         if made_for != ours:
             raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
         """The logits of the token that follows each given one.
 
         ids: int [B, T], the next T tokens of each row; the cache holds all before them and takes these in. Without a
         cache, `ids` are the whole text. pad: int [B], how many ids at the left of each row are padding (any valid
         id, computed and thrown away). Returns float32 [B, V], the logits at the last position, or [B, T, V] with
-        last_only=False.
+        last_only=False. attended: a function that each layer calls with all that its attention weights follow from:
+        layer, q [B, H, D, T], keys [B, H, D, S], scale, and mask, bool [B, 1, T, S] or None; see `ops.attention`.
 
         Raises ValueError for empty or fractional `ids`, an id outside the vocabulary, positions beyond n_positions, or
         more tokens than the cache takes; the cache is unchanged then.
@@ -217,7 +226,7 @@ class GPT2:
         # [B, T] -> [B, T, E]
         x = embed(ids, self.params["wte.weight"]) + self.params["wpe.weight"][np.maximum(positions, 0)]
         for layer, block in enumerate(self.blocks):
-            x += self._attention(self._norm(x, block, "ln_1"), block, layer, cache, plan)
+            x += self._attention(self._norm(x, block, "ln_1"), block, layer, cache, plan, attended)
             x += self._mlp(self._norm(x, block, "ln_2"), block)
         if last_only:
             x = x[:, -1]  # [B, T, E] -> [B, E]: the head costs as much as several layers, and one position is asked

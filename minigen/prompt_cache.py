@@ -16,20 +16,21 @@ come out as they were saved. That catches what a fingerprint of the small parame
 merged into the matrices.
 """
 
-import contextlib
 import hashlib
+import json
 import math
 import os
-import secrets
 import zlib
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
+from minigen.checks import cut
+from minigen.files import replace_file
 from minigen.ops import embed
 
 FORMAT, VERSION = "minigen prompt cache", "2"
@@ -74,55 +75,57 @@ def _embeddings(model, ids):
     return hashlib.sha256(embed(np.asarray(ids), model.params["wte.weight"]).tobytes()).hexdigest()
 
 
-def _common_length(a, b):
+def common_length(a, b):
     """How many ids two texts have in common at their beginning."""
     different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(different, min(len(a), len(b)))
 
 
-def _tensor(file, path, name, dtype, shape):
-    """A tensor of an open file, in the safetensors dtype and the shape that it must have."""
-    stored = file.get_slice(name)
-    found = stored.get_dtype(), stored.get_shape()
-    if found != (dtype, shape):
-        raise _refusal(path, f"holds {name} as {found[0]} {found[1]}, but the model's are {dtype} {shape}")
-    return file.get_tensor(name)
+def _tensor(stored, path, name, dtype, shape):
+    """A tensor of those in a file, in the dtype and the shape that it must have; it is taken out of them."""
+    found = stored.pop(name, None)
+    if found is None:
+        raise _refusal(path, f"is damaged: it lacks {name}")
+    if (found["dtype"], found["shape"]) != (dtype, shape):
+        raise _refusal(path, f"holds {name} as {found['dtype']} {found['shape']}, but the model's are {dtype} {shape}")
+    return np.frombuffer(found["data"], {"I64": "<i8", "F32": "<f4"}[dtype]).reshape(shape)
 
 
 def _read(path, model, cache, ids):
     """`restore` from a file that is there. Raises SafetensorError or ValueError."""
     config = model.config
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise _refusal(path, "is a safetensors file, but holds no prompt")
-        if metadata.get("version") != VERSION:
-            raise _refusal(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
-        if metadata.get("model") != fingerprint(model):
-            raise _refusal(path, "was made with another model")
+    data = path.read_bytes()  # not mapped: where another program rewrites the file meanwhile, the checksum will tell
+    stored = dict(deserialize(data))
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    del data  # `stored` has copies, which go one by one
+    if metadata.get("format") != FORMAT:
+        raise _refusal(path, "is a safetensors file, but holds no prompt")
+    if metadata.get("version") != VERSION:
+        raise _refusal(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
+    if metadata.get("model") != fingerprint(model):
+        raise _refusal(path, "was made with another model")
 
-        n = math.prod(file.get_slice("ids").get_shape())
-        saved_ids = _tensor(file, path, "ids", "I64", [n])
-        if not ((saved_ids >= 0) & (saved_ids < config.vocab_size)).all():
-            raise _refusal(path, "is damaged: it holds ids outside the vocabulary")
-        if metadata.get("embeddings") != _embeddings(model, saved_ids):
-            raise _refusal(path, "was made with other weights: its tokens have other embeddings")
-        checksum = zlib.crc32(saved_ids)
-        known = _common_length(saved_ids.tolist(), ids)
-        plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
-        last = []
-        for layer in range(config.n_layer):
-            # One layer at a time, and each whole, for the checksum: there is never a second copy of all.
-            shape = [config.n_head, config.d_head, n]
-            pair = [_tensor(file, path, f"{kind}.{layer}", "F32", shape) for kind in ("keys", "values")]
-            for tensor in pair:
-                checksum = zlib.crc32(tensor, checksum)
-            if known > 1:
-                cache.store(layer, plan, *(tensor[None, ..., : known - 1] for tensor in pair))  # -> [1, H, D, known - 1]
-            if known:
-                last.append(tuple(tensor[..., known - 1].copy() for tensor in pair))  # [H, D, n] -> [H, D]
-        if metadata.get("crc32") != f"{checksum:08x}":
-            raise _refusal(path, "is damaged: its checksum is wrong")
+    n = math.prod(stored["ids"]["shape"]) if "ids" in stored else 0
+    saved_ids = _tensor(stored, path, "ids", "I64", [n])
+    if not ((saved_ids >= 0) & (saved_ids < config.vocab_size)).all():
+        raise _refusal(path, "is damaged: it holds ids outside the vocabulary")
+    if metadata.get("embeddings") != _embeddings(model, saved_ids):
+        raise _refusal(path, "was made with other weights: its tokens have other embeddings")
+    checksum = zlib.crc32(saved_ids)
+    known = common_length(saved_ids.tolist(), ids)
+    plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
+    last = []
+    for layer in range(config.n_layer):
+        shape = [config.n_head, config.d_head, n]
+        pair = [_tensor(stored, path, f"{kind}.{layer}", "F32", shape) for kind in ("keys", "values")]
+        for tensor in pair:
+            checksum = zlib.crc32(tensor, checksum)
+        if known > 1:  # [H, D, n] -> [1, H, D, known - 1]
+            cache.store(layer, plan, *(tensor[None, ..., : known - 1] for tensor in pair))
+        if known:
+            last.append(tuple(tensor[..., known - 1].copy() for tensor in pair))  # [H, D, n] -> [H, D]
+    if metadata.get("crc32") != f"{checksum:08x}":
+        raise _refusal(path, "is damaged: its checksum is wrong")
     return Restored(known, last)
 
 
@@ -138,14 +141,13 @@ def restore(path, model, cache, ids):
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not an ordinary file")
-        path.open("rb").close()  # Python's errors are clearer than the library's
         restored = _read(path, model, cache, ids)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
     except SafetensorError as error:
-        raise _refusal(path, f"is damaged or not a safetensors file ({error})") from error
+        raise _refusal(path, f"is damaged or not a safetensors file ({cut(str(error))})") from error
     folder = Path(os.path.realpath(path)).parent  # where it is a link, the file is replaced and not the link
     if restored.known < len(ids) and not os.access(folder, os.W_OK):
         raise OSError(
@@ -169,15 +171,17 @@ def check_last(path, cache, restored):
 def save(path, model, cache, ids):
     """Write a prompt's ids and the cache's keys and values of them, for `restore`.
 
-    The cache is one of one row that begins with `ids`. The file is written beside its place and then moved there, so
-    that whatever happens, the old file or the new one is there, whole. Raises OSError where it cannot be written.
+    The cache is one of one row that begins with `ids`. Where its keys or values are not finite nothing is written: the
+    weights are broken, which the logits will say, and the next run should not take the file for what is wrong. Raises
+    OSError where the file cannot be written; the old one is there then.
     """
-    path = Path(os.path.realpath(path))  # where it is a link, the file is replaced and not the link
     tensors = {"ids": np.array(ids, np.int64)}
     for layer in range(model.config.n_layer):
         keys, values = cache.prefix(layer, len(ids))
         tensors[f"keys.{layer}"] = np.ascontiguousarray(keys[0])  # [1, H, D, n] -> [H, D, n]
         tensors[f"values.{layer}"] = np.ascontiguousarray(values[0])
+    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
+        return
     checksum = 0
     for tensor in tensors.values():
         checksum = zlib.crc32(tensor, checksum)
@@ -188,17 +192,7 @@ def save(path, model, cache, ids):
         "embeddings": _embeddings(model, ids),
         "crc32": f"{checksum:08x}",
     }
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")  # two runs never write the same one
     try:
-        with temporary.open("xb") as file:
-            file.write(to_safetensors(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())  # or a crash soon afterwards could leave the new name without its bytes
-        if path.exists():
-            temporary.chmod(path.stat().st_mode)
-        os.replace(temporary, path)
+        replace_file(path, to_safetensors(tensors, metadata))
     except OSError as error:
         raise OSError(f"cannot write the prompt cache {path}: {error.strerror or error}; name another file") from error
-    finally:
-        with contextlib.suppress(OSError):  # after os.replace it is not there any more
-            temporary.unlink()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minigen.checks import is_int, plain_numbers, require
-from minigen.decode import SpeculationStats, Step, feed, new_cache, prefill
+from minigen.decode import UNWATCHED, SpeculationStats, Step, feed, new_cache, prefill
 from minigen.sampler import History, draw, one_hot, probs
 
 
@@ -116,6 +116,14 @@ class NgramDrafter:
 # ---------------------------------------------------------------------------------------- verification
 
 
+def residual(p, q):
+    """What a rejected draft's replacement is drawn from: max(p - q, 0), normalised. p, q: float64 [V] -> [V]."""
+    left = np.maximum(p - q, 0)
+    total = left.sum()
+    # Only where p and q differ by rounding alone can nothing be left.
+    return left / total if total > 0 else p
+
+
 def verify(token, p, q, rng):
     """Accept a token drawn from q, or replace it, such that the result is distributed as p: (token, accepted).
 
@@ -123,10 +131,7 @@ def verify(token, p, q, rng):
     """
     if p[token] >= q[token] or (p[token] > 0 and rng.random() * q[token] < p[token]):
         return token, True
-    residual = np.maximum(p - q, 0)
-    total = residual.sum()
-    # Only where p and q differ by rounding alone can nothing be left.
-    return draw(residual / total if total > 0 else p, rng), False
+    return draw(residual(p, q), rng), False
 
 
 # ---------------------------------------------------------------------------------------- how much to propose
@@ -179,12 +184,15 @@ class DraftLength:
 # ---------------------------------------------------------------------------------------- the loop
 
 
-def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None) -> Iterator[Step]:
+def speculate(
+    model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None, watcher=UNWATCHED
+) -> Iterator[Step]:
     """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
 
     Between rounds the target's cache holds all of `row.context` but its last token, and the draft's no more than that.
     prompt_cache: see `decode.prefill`; it is the target's, and has no use for a context that was shifted.
     """
+    watcher.began([row], sampling, config)
     if config.max_tokens == 0:
         yield row.end("length")
         return
@@ -193,7 +201,7 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
     cache = new_cache(model, [row.context], config)
     while True:
         if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
-            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache)
+            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache, watcher)
             if config.max_tokens - row.n_generated > 1:  # for a single token nothing is drafted
                 drafter.read(row.context)
         stopwatch.lap(cache)
@@ -207,7 +215,10 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
         start = time.perf_counter()
         drafts, distributions = drafter.propose(row, k)
         draft_seconds = time.perf_counter() - start
-        logits = model.forward([row.context[-1:] + drafts], cache, last_only=False)[0]  # [1, k + 1, V] -> [k + 1, V]
+        watcher.drafted(row, drafts)
+        ids = [row.context[-1:] + drafts]
+        logits = model.forward(ids, cache, last_only=False, attended=watcher.attended)[0]  # [1, k + 1, V] -> [k + 1, V]
+        watcher.fed(cache)
         target_seconds = time.perf_counter() - start - draft_seconds
         stats.draft_seconds += draft_seconds
         stats.target_seconds += target_seconds
@@ -218,8 +229,10 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
             p = probs(place_logits, row.history, sampling)
             if place < len(drafts):
                 token, accepted = verify(drafts[place], p, distributions[place], row.rng)
+                draft = drafts[place], distributions[place], accepted
             else:
-                token, accepted = draw(p, row.rng), False
+                token, accepted, draft = draw(p, row.rng), False, None
+            watcher.chose(row, place_logits, p, token, draft)
             n_accepted += accepted
             stats.accepted += accepted
             yield row.accept(token, place_logits, from_draft=accepted)
@@ -233,4 +246,5 @@ def speculate(model, row, drafter, sampling, config, num_draft_tokens, stopwatch
         shifted = len(row.context) < n_context + place + 1
         kept = 0 if shifted else len(row.context) - 1
         cache.truncate(min(kept, cache.length[0]))
+        watcher.changed(cache, "shifted" if shifted else "rolled back")
         drafter.truncate(kept)

@@ -13,7 +13,7 @@ from pathlib import Path
 import tiktoken
 
 from minigen.checkpoint import read_json
-from minigen.checks import is_int
+from minigen.checks import is_int, shown
 
 # How GPT-2 cuts text into the pieces within which it merges: contractions, words, numbers, signs, white space; a
 # space belongs to the word after it.
@@ -46,27 +46,54 @@ def _blaming(path):
     """Turns whatever a malformed file causes into one ValueError that names the file."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {error!r}") from error
+        what = error if isinstance(error, ValueError) else shown(error)  # a KeyError's text is but the key
+        raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {what}") from error
 
 
 def _checked_ids(ids):
     """A mapping token -> id, after a look at its ids."""
     for token, id in ids.items():
         if not token or not is_int(id, 0):
-            raise ValueError(f"token {token!r} has the id {id!r}")
+            raise ValueError(f"token {shown(token)} has the id {shown(id)}")
     return ids
 
 
 def _checked_merges(pairs, vocab):
-    """Pairs of tokens from pairs or from "left right" lines, after a look at what they make."""
+    """Pairs of tokens from pairs or from "left right" lines, after a look at what they make.
+
+    BPE merges pairs, tiktoken whatever two tokens together are the product of a merge. These are the same where each
+    product can be made of its own bytes, as all can that training writes: when the turn of its merge comes, its bytes
+    are then the two tokens of the pair, and no other two. So that is checked.
+    """
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
+    # Bytes and products are numbered in the order in which they come to be, which makes later a matter of `<`.
+    number = {spelling: byte for byte, spelling in SPELLINGS.items()}
+    parts, made = [(byte, byte) for byte in range(256)], {}
     for left, right in merges:
-        if left + right not in vocab:
-            raise ValueError(f"a merge makes {left + right!r}, which is no token of the vocabulary")
-        _to_bytes(left + right)
+        product = left + right
+        if product not in vocab:
+            raise ValueError(f"a merge makes {shown(product)}, which is no token of the vocabulary")
+        if product in number:
+            raise ValueError(f"two merges make the token {shown(product)}")
+        if left not in number or right not in number:
+            raise ValueError(f"the merge of {shown(left)} and {shown(right)} comes before those that make them")
+        a, b, limit = number[left], number[right], len(parts)
+        number[product] = limit
+        parts.append((a, b))
+        made[a, b] = limit
+        # Does an earlier merge join the end of `left` to the beginning of `right`? Take apart what was made later.
+        while made.get((a, b), limit) >= limit:
+            if a > b and a > 255:
+                a, limit = parts[a][1], a
+            elif b > 255:
+                b, limit = parts[b][0], b + 1  # where both are equal, the left one may be made of parts of both
+            else:
+                break
+        else:
+            raise ValueError(f"the merge of {shown(left)} and {shown(right)} is never made: an earlier one splits them")
     return merges
 
 
@@ -79,7 +106,7 @@ def _read_bpe(folder):
         with _blaming(vocab_path):
             vocab = _checked_ids(read_json(vocab_path))
         with _blaming(merges_path):
-            lines = merges_path.read_text(encoding="utf-8").split("\n")  # read_text has made every line end a "\n"
+            lines = merges_path.read_text(encoding="utf-8-sig").split("\n")  # read_text has made every line end a "\n"
             if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
                 lines = lines[1:]
             merges = _checked_merges(filter(None, lines), vocab)
@@ -106,7 +133,10 @@ def _special_tokens(folder, vocab, added):
         with _blaming(path):
             for entry in read_json(path).values():
                 for token in entry if isinstance(entry, list) else [entry]:
-                    names.append(token if token is None or isinstance(token, str) else token["content"])
+                    name = token["content"] if isinstance(token, dict) else token
+                    if not isinstance(name, str | type(None)):
+                        raise ValueError(f"{shown(name)} is no token")
+                    names.append(name)
     return {name: vocab[name] for name in names if name in vocab} | added
 
 

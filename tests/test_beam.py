@@ -83,7 +83,7 @@ class TableModel:
     def new_cache(self, batch=1, capacity=None, window=None):
         return ListCache(batch)
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
         assert last_only, "looking up all positions is not needed here"
         assert len(cache.rows) == len(ids)
         assert pad is None or not np.any(pad), "beams are equally long"
@@ -350,6 +350,7 @@ def search_chain(table=chain, prompt=(A,), **options):
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 500])
 def test_chain_without_length_penalty(n_prompt):
+    """B02: a length penalty of 0 is neutral."""
     (first, first_score), (second, second_score) = search_chain(
         prompt=[A, B, A, A, B] * (n_prompt // 5) or [B] * n_prompt, length_penalty=0.0, early_stopping="never"
     )
@@ -359,6 +360,7 @@ def test_chain_without_length_penalty(n_prompt):
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 500])
 def test_chain_with_length_penalty(n_prompt):
+    """B02: a larger one favours longer texts."""
     (first, first_score), (second, _) = search_chain(prompt=[B] * n_prompt, length_penalty=1.0, early_stopping="never")
     assert first == "AAAAE" != second
     assert first_score == pytest.approx(-0.2249, abs=1e-4)
@@ -366,6 +368,7 @@ def test_chain_with_length_penalty(n_prompt):
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_chain_finds_the_best_of_all_texts(penalty):
+    """B02: against all texts."""
     (score, _, ids), *_ = enumerate_all(logs(chain), ends_with((E,)), 6, penalty, "never", 2)[0]
     best = search_chain(length_penalty=penalty, early_stopping="never")[0]
     assert best == (CHAIN_LETTERS.decode(ids), pytest.approx(score, abs=1e-6))
@@ -385,6 +388,7 @@ def test_chain_finds_the_best_of_all_texts(penalty):
     ],
 )
 def test_chain_step_by_step(after_b, rule, expected):
+    """B04: beams that begin alike and stay alike."""
     found = search_chain(functools.partial(chain, after_b=after_b), early_stopping=rule)
     assert [text for text, _ in found] == [text for text, _ in expected]
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
@@ -393,6 +397,7 @@ def test_chain_step_by_step(after_b, rule, expected):
 @pytest.mark.parametrize("n_prompt", [3, 500])
 @pytest.mark.parametrize("n_tokens", [1, 2, 5])
 def test_a_uniform_model_scores_every_text_alike(n_prompt, n_tokens):
+    """B01: the prompt's length in the length penalty."""
     V = 50257
     model = TableModel(lambda ids: np.full(V, 1 / V), V, (), n_prompt=n_prompt, n_positions=1000)
     letters = Spelling(["x"] * V)
@@ -485,6 +490,7 @@ def test_the_golden_cases_cover_the_options():
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_scores_are_those_of_the_reference(penalty, window):
+    """B05: keys of another beam."""
     for seed in range(4):
         config, params, model = tiny(seed, n_layer=3, n_positions=24)
         prompt = np.random.default_rng(seed).integers(97, size=3 + 2 * seed).tolist()
@@ -555,6 +561,7 @@ class WatchedModel(GPT2):
 
 @pytest.mark.parametrize("num_beams", [2, 4, 7])
 def test_with_and_without_cache_the_same_texts(num_beams):
+    """B05: a cache that is not reordered with its beams."""
     patterns = set()
     for seed in range(8):
         config, params, _ = tiny(seed, n_layer=3, n_positions=20)
@@ -684,6 +691,7 @@ def test_beams_that_go_on_stay_in_their_rows_and_the_prompt_is_not_copied():
 
 
 def test_results_differ_and_end_once():
+    """B04: texts twice, or going on after their end."""
     n_ended = 0
     for seed, n_eos in product(range(10), (1, 3)):
         eos_ids = [96, 3, 50][:n_eos]
@@ -705,6 +713,7 @@ def test_results_differ_and_end_once():
 
 @pytest.mark.parametrize("penalty, rule", list(product(PENALTIES, RULES)))
 def test_the_prompts_length_does_not_enter(penalty, rule):
+    """B01: the same texts after a longer prompt."""
     table = random_table(7, 4)
     results = []
     for n_prompt in (1, 2, 40):
@@ -765,6 +774,7 @@ def test_several_end_of_text_ids_leave_enough_beams_to_go_on_with():
 
 
 def test_max_tokens_0():
+    """S12: no new tokens with beams."""
     model = TableModel(random_table(5, 0), 5, (4,))
     found = generate(model, LETTERS, [[0]], num_beams=3, num_return_sequences=2, max_tokens=0)
     assert [(c.text, c.token_ids, c.finish_reason, c.score) for c in found] == [("", [], "length", None)] * 2
@@ -773,6 +783,7 @@ def test_max_tokens_0():
 
 @pytest.mark.parametrize("penalty, rule", list(product(PENALTIES, RULES)))
 def test_max_tokens_1(penalty, rule):
+    """S12: one new token with beams."""
     for seed in range(5):
         table = random_table(8, seed)
         p = table(())

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,6 +128,7 @@ def move_later_tensors(header, start, by):
 
 
 def test_the_prefix_may_be_present_or_absent(tmp_path, plain):
+    """L01: names with and without `transformer.`, and the head's name, which never has it."""
     folder, config, params = plain
     with_prefix = write_checkpoint(tmp_path / "prefix", config, params, prefix="transformer.")
     with_head = write_checkpoint(
@@ -139,6 +141,7 @@ def test_the_prefix_may_be_present_or_absent(tmp_path, plain):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_one_tensor_under_both_names_is_refused(tmp_path, plain, shards):
+    """L01: one tensor under both names."""
     _, config, params = plain
     params = params | {"transformer.h.0.ln_1.bias": params["h.0.ln_1.bias"]}
     folder = write_checkpoint(tmp_path, config, params, shards=shards)
@@ -147,6 +150,7 @@ def test_one_tensor_under_both_names_is_refused(tmp_path, plain, shards):
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_mask_buffers_are_skipped_and_the_parameter_beside_them_is_not(tmp_path, plain, prefix):
+    """L02: old files carry masks, and c_attn.bias is none of them."""
     folder, config, params = plain
     mask = np.tril(np.ones((1, 1, 16, 16)))
     buffers = {
@@ -163,6 +167,7 @@ def test_mask_buffers_are_skipped_and_the_parameter_beside_them_is_not(tmp_path,
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32])
 def test_a_mask_that_is_not_causal_changes_nothing(tmp_path, plain, kind):
+    """L02: the mask of the file is not what makes attention causal."""
     folder, config, params = plain
     buffers = {f"h.{layer}.attn.bias": np.ones((1, 1, 16, 16), kind) for layer in range(2)}
     assert_same_logits(write_checkpoint(tmp_path, config, params, extra=buffers), folder)
@@ -172,6 +177,7 @@ def test_a_mask_that_is_not_causal_changes_nothing(tmp_path, plain, kind):
 
 
 def test_a_tied_head_is_the_embedding_itself_and_no_copy(plain):
+    """L03: no lm_head.weight in the file."""
     folder, config, params = plain
     assert "tie_word_embeddings" not in config
     model = read_in_silence(folder)
@@ -181,6 +187,7 @@ def test_a_tied_head_is_the_embedding_itself_and_no_copy(plain):
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_an_untied_head_is_the_files_own(tmp_path, plain, prefix):
+    """L05: a head of its own that is ignored."""
     folder, _, tied = plain
     config = tiny_config(tie_word_embeddings=False)
     head = np.random.default_rng(3).standard_normal((97, 8)).astype(np.float32)
@@ -199,6 +206,7 @@ def test_an_untied_head_may_equal_the_embedding(tmp_path, plain):
 
 @pytest.mark.parametrize("tie", [{}, {"tie_word_embeddings": True}], ids=["by default", "by config.json"])
 def test_a_needless_copy_of_a_tied_head_is_taken_in_silence(tmp_path, plain, tie):
+    """L05: a tied head that is in the file as well."""
     folder, _, params = plain
     copied = write_checkpoint(tmp_path, tiny_config(**tie), params | {"lm_head.weight": params["wte.weight"]})
     model = read_in_silence(copied)
@@ -208,6 +216,7 @@ def test_a_needless_copy_of_a_tied_head_is_taken_in_silence(tmp_path, plain, tie
 
 
 def test_an_untied_head_that_is_missing_is_named(tmp_path, plain):
+    """L05: an untied head that is not there."""
     folder = write_checkpoint(tmp_path, tiny_config(tie_word_embeddings=False), plain[2])
     refused(lambda: read(folder), "lm_head.weight", kind=ValueError)
 
@@ -224,6 +233,7 @@ HEADS = {  # (dtype, shape, bytes) of a head that is not the embedding
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_head_that_contradicts_a_tied_config_is_warned_of_and_not_used(tmp_path, plain, head):
+    """L05: a head that contradicts a tied config."""
     _, config, params = plain
     set_config(tmp_path)
     tensors = {name: ("F32", value.shape, to_bytes(value, "F32")) for name, value in params.items()}
@@ -253,6 +263,7 @@ def test_a_large_head_is_compared_to_its_last_value(tmp_path, dtype):
 
 
 def test_square_matrices_are_used_as_input_by_output(plain):
+    """L06: a square matrix the wrong way round passes every check of shapes."""
     folder, config, params = plain
     turned = params | {f"h.{i}.attn.c_proj.weight": params[f"h.{i}.attn.c_proj.weight"].T for i in range(2)}
     assert_equals_reference(read(folder), config, params)
@@ -282,6 +293,7 @@ def test_square_matrices_are_used_as_input_by_output(plain):
     ids=str,
 )
 def test_a_wrong_shape_is_refused_with_name_and_both_shapes(tmp_path, plain, name, shape):
+    """L06: matrices stored [out, in]."""
     _, config, params = plain
     numbers = np.resize(params[name], shape)
     folder = write_checkpoint(tmp_path, config, params | {name: numbers})
@@ -293,6 +305,7 @@ def test_a_wrong_shape_is_refused_with_name_and_both_shapes(tmp_path, plain, nam
 
 @pytest.mark.parametrize("name", tiny_params(tiny_config()))
 def test_every_missing_tensor_is_named(tmp_path, plain, name):
+    """L12: a missing tensor that silently becomes zeros."""
     _, config, params = plain
     folder = write_checkpoint(tmp_path, config, {n: value for n, value in params.items() if n != name})
     refused(lambda: read(folder), name, kind=ValueError)
@@ -306,6 +319,7 @@ def test_missing_tensors_are_named_together(tmp_path, plain):
 
 
 def test_a_config_with_a_layer_more_than_the_file_is_refused(tmp_path, plain):
+    """L12: more layers in the config than in the file."""
     folder = write_checkpoint(tmp_path, tiny_config(n_layer=3), plain[2])
     message = refused(lambda: read(folder), "h.2.", "more", kind=ValueError)
     assert "h.1." not in message
@@ -314,6 +328,7 @@ def test_a_config_with_a_layer_more_than_the_file_is_refused(tmp_path, plain):
 
 
 def test_a_file_with_a_layer_more_than_the_config_is_refused(tmp_path, plain):
+    """L12: fewer layers in the config than in the file."""
     folder = write_checkpoint(tmp_path, tiny_config(n_layer=1), plain[2])
     message = refused(lambda: read(folder), "h.1.", "more", kind=ValueError)
     assert "h.0." not in message
@@ -349,6 +364,7 @@ def mixed_dtypes(config):
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "mixed"])
 def test_each_dtype_is_widened_to_exactly_its_values(tmp_path, dtype, shards):
+    """L07: NumPy has no bfloat16."""
     config = tiny_config(tie_word_embeddings=False)
     rng = np.random.default_rng(1)
     # Not float32 to begin with, so that a float64 file holds what float32 has to round.
@@ -360,6 +376,7 @@ def test_each_dtype_is_widened_to_exactly_its_values(tmp_path, dtype, shards):
 
 
 def test_bfloat16_is_the_upper_half_of_a_float32(tmp_path, plain):
+    """L07: bfloat16 words with known values."""
     _, config, params = plain
     folder = write_checkpoint(tmp_path, config, params, dtype="BF16")
     path = folder / "model.safetensors"
@@ -384,6 +401,7 @@ def test_float16_keeps_its_smallest_and_largest_numbers(tmp_path, plain):
 
 @pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 1), ("F8_E5M2", 1), ("I32", 4), ("U8", 1), ("BOOL", 1)])
 def test_a_dtype_that_cannot_be_read_is_refused_with_the_tensors_name(tmp_path, plain, dtype, size):
+    """L07: 8-bit floats and other dtypes."""
     params = plain[2]
     set_config(tmp_path)
     tensors = {name: ("F32", value.shape, to_bytes(value, "F32")) for name, value in params.items()}
@@ -393,6 +411,7 @@ def test_a_dtype_that_cannot_be_read_is_refused_with_the_tensors_name(tmp_path, 
 
 
 def test_a_dtype_that_does_not_exist_is_refused(tmp_path, plain):
+    """L07: a dtype that does not exist."""
     header, data = layout(plain[2])
     header["ln_f.bias"]["dtype"] = "F31"
     set_config(tmp_path)
@@ -401,6 +420,7 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path, plain):
 
 
 def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path):
+    """L16: float16 all the way, and masks by finite constants."""
     config = tiny_config()
     params = tiny_params(config)
     for layer in range(2):  # queries and keys, not values
@@ -426,6 +446,7 @@ def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path)
 
 
 def test_a_float16_checkpoint_equals_the_reference_on_its_rounded_weights(tmp_path, plain):
+    """L16: float16 all the way."""
     _, config, params = plain
     stored = {name: rounded(value, "F16") for name, value in params.items()}
     folder = write_checkpoint(tmp_path, config, params, dtype="F16")
@@ -473,13 +494,32 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_refused_by_name(tmp_path, plain, damage):
+    """L09: cut off, or with bytes behind its end."""
     folder, _, _ = plain
     set_config(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(damage((folder / "model.safetensors").read_bytes()))
     refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("change", [-4, -1, 4])
+def test_a_file_of_another_size_is_refused_with_both_sizes(tmp_path, plain, change):
+    """L09: expected and found size."""
+    data = (plain[0] / "model.safetensors").read_bytes()
+    set_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data[:change] if change < 0 else data + bytes(change))
+    refused(lambda: read(tmp_path), f" {len(data)}", f" {len(data) + change} bytes")
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, plain):
+    """L09: cut off after its header was read."""
+    shutil.copytree(plain[0], tmp_path, dirs_exist_ok=True)
+    tensors = read_tensors(tmp_path, load_config(tmp_path))
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    refused(lambda: dict(tensors), tmp_path / "model.safetensors", "shorter")
+
+
 def test_a_damaged_shard_is_refused_by_name(tmp_path, plain):
+    """L09: a shard cut off."""
     _, config, params = plain
     folder = write_checkpoint(tmp_path, config, params, shards=3)
     path = folder / "model-00002-of-00003.safetensors"
@@ -526,9 +566,13 @@ LYING_HEADERS = {  # one- and two-tensor files: header, bytes of data
 
 @pytest.mark.parametrize(("header", "n_bytes"), LYING_HEADERS.values(), ids=LYING_HEADERS)
 def test_a_header_that_lies_is_refused(tmp_path, header, n_bytes):
+    """L10: offsets and shapes that do not fit each other or the file, and names that come twice."""
     set_config(tmp_path)
     raw_file(tmp_path, header, bytes(n_bytes))
-    refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
+    message = refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
+    sizes = "bytes, its header speaks of" in message
+    if isinstance(header, dict):  # with the tensor's name, or with sizes that say where the file ends
+        assert re.search("[`'][ab][`']", message) or sizes
 
 
 def range_too_short(header, data):
@@ -589,6 +633,7 @@ def name_twice_in_two_places(header, data):
     ],
 )
 def test_a_whole_checkpoint_with_a_header_that_lies_is_refused(tmp_path, plain, lie):
+    """L10: offsets that lie where all names and shapes are right."""
     # Every name and shape is right here, so that only the check of the ranges can tell.
     set_config(tmp_path)
     header, data = lie(*layout({"wte.weight": plain[2]["wte.weight"]} | plain[2]))
@@ -597,6 +642,7 @@ def test_a_whole_checkpoint_with_a_header_that_lies_is_refused(tmp_path, plain, 
 
 
 def test_unusual_but_correct_headers_are_read(tmp_path, plain):
+    """L10: rare but right headers must not be refused."""
     _, config, params = plain
     set_config(tmp_path)
     header, data = layout(params)
@@ -623,6 +669,7 @@ def test_unusual_but_correct_headers_are_read(tmp_path, plain):
 
 
 def test_tensors_behind_an_odd_number_of_bytes_are_read(tmp_path, plain):
+    """L10: data that is not aligned."""
     _, config, params = plain
     set_config(tmp_path)
     header, data = layout(params)
@@ -794,8 +841,33 @@ def test_the_defaults_are_those_of_the_transformers_library(tmp_path):
     assert config.eos_ids == (50256,)
 
 
+@pytest.mark.parametrize(("vocab_size", "expected"), [(97, None), (50256, None), (50257, 50256), (60000, 50256)])
+def test_the_default_ids_are_those_of_a_vocabulary_that_has_them(tmp_path, vocab_size, expected):
+    """GPT-2's own end-of-text is no reason to refuse a smaller vocabulary whose config.json names no ids."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    config = load_config(tmp_path)
+    assert (config.bos_token_id, config.eos_token_id) == (expected, expected)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 97, "eos_token_id": 50256}))
+    refused(lambda: load_config(tmp_path), "eos_token_id", 50256)  # what the file says itself must be right
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path, plain):
+    folder, _, _ = plain
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert_same_logits(tmp_path, folder)
+
+
+@pytest.mark.parametrize("key", ["model_type", "activation_function", "n_embd", "eos_token_id"])
+def test_a_long_value_is_not_repeated_in_full(tmp_path, key):
+    set_config(tmp_path, **{key: "x" * 10_000})
+    assert len(refused(lambda: load_config(tmp_path), key, "xxx ... xxx")) < 1000
+
+
 @pytest.mark.parametrize("model_type", ["gpt_neo", "gptj", "GPT2", "llama", None, 2, ["gpt2"], ""], ids=str)
 def test_another_architecture_is_refused_by_name(tmp_path, plain, model_type):
+    """L12: another architecture, run as if it were GPT-2."""
     folder = write_checkpoint(tmp_path, tiny_config(model_type=model_type), plain[2])
     refused(lambda: load_config(folder), "model_type", repr(model_type), "config.json", kind=ValueError)
 
@@ -870,6 +942,7 @@ FORWARD_OPTIONS = [
 
 @pytest.mark.parametrize("options", FORWARD_OPTIONS, ids=str)
 def test_activations_scaling_flags_and_sizes_come_from_config_json(tmp_path, options):
+    """L13, L14: activation and scaling flags of the config are ignored."""
     config = tiny_config(**options)
     if not options:
         del config["activation_function"]
@@ -1079,6 +1152,7 @@ class Bomb:
 
 @pytest.mark.parametrize("beside", [[], ["training_args.bin"], ["optimizer.bin", "scheduler.bin", "a.bin", "z.bin"]])
 def test_a_folder_with_only_a_pickle_is_told_how_to_convert_it(byte_checkpoint, tmp_path, beside):
+    """C08: no weights in safetensors form."""
     config = byte_checkpoint[1]
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_byte_vocab(tmp_path)
@@ -1090,6 +1164,7 @@ def test_a_folder_with_only_a_pickle_is_told_how_to_convert_it(byte_checkpoint, 
 
 
 def test_a_folder_without_weights_names_what_was_looked_for(byte_checkpoint, tmp_path):
+    """C08: a message that names the wrong files."""
     (tmp_path / "config.json").write_text(json.dumps(byte_checkpoint[1]))
     write_byte_vocab(tmp_path)
     message = refused(lambda: minigen.load(tmp_path), "model.safetensors", INDEX, tmp_path, kind=OSError)
@@ -1244,6 +1319,7 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_model_is_loaded_without_the_network(hub_run, name):
+    """C01: also where the cache was copied by hand, or an optional file is not in it."""
     result, (repo, state) = hub_run[0][name], CACHED[name]
     assert result["error"] is None
     assert result["calls"] == 0

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -296,13 +297,21 @@ def test_help_and_version(cli):
     shown = " ".join(result.out.split())
     for default in ("default 0.7", "default 0.9", "default 100", "fairytale"):
         assert default in shown
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    groups = [line.partition(" (")[0].rstrip(":") for line in lines if re.match(r"\w+( \(.*\))?:$", line)]
+    assert groups == ["model", "prompt", "length", "sampling", "beams", "speculation", "cache", "output"]
+    options = [line for line in lines if re.match(r" +-", line)]
+    assert all(re.match(r"  (-\w, )?--[\w-]+( [A-Z][\w+|]*)? +\S", line) for line in options)
+    assert len(lines) <= len(options) + len(groups) + 3  # nothing is wrapped
+    taking = [line for line in options if re.match(r"  (-\w, )?--[\w-]+ [A-Z]", line)]
+    assert len(taking) > 25 and [line for line in taking if "(default " not in line] == []
     assert cli("--version") == (0, f"minigen {minigen.__version__}\n", "")
 
 
 def test_console_script():
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.scripts]")[2]
-    assert re.match(r'\s*minigen = "minigen\.cli:main"\n', scripts)
-    assert callable(main)
+    assert re.match(r'\s*minigen = "minigen\.__main__:main"\n', scripts)
 
 
 # ---- where prompts come from -------------------------------------------------------------------------------------
@@ -331,6 +340,7 @@ CONTENTS = [
 
 @pytest.mark.parametrize("data, prompt", CONTENTS)
 def test_a_prompt_from_a_file_or_stdin(tiny_cli, tmp_path, data, prompt):
+    """C07: line breaks, byte order marks and CRLF of files and stdin."""
     (tmp_path / "prompt.txt").write_bytes(data)
     options = ["-n", 1, "--json", "-q"]
     assert prompts_of(tiny_cli("-f", tmp_path / "prompt.txt", *options)) == [prompt]
@@ -355,6 +365,7 @@ def test_each_line_of_a_file_is_a_prompt(tiny_cli, tmp_path, data, prompts):
 
 
 def test_prompts_from_the_command_line(tiny_cli):
+    """C07: a typed backslash and n are no line break."""
     options = ["-n", 1, "--json", "-q"]
     assert prompts_of(tiny_cli("two", "one", "three", *options)) == ["two", "one", "three"]
     assert prompts_of(tiny_cli(*options, "two", "one")) == ["two", "one"]
@@ -363,9 +374,14 @@ def test_prompts_from_the_command_line(tiny_cli):
     # As typed: no escapes, no stripping, and after -- no options.
     assert prompts_of(tiny_cli(r"a\nb", " c\n", "", *options)) == [r"a\nb", " c\n", ""]
     assert prompts_of(tiny_cli(*options, "--", "-5 degrees", "--top-k")) == ["-5 degrees", "--top-k"]
+    # On both sides of options, and of those that take no value; -- ends the options, once.
+    assert prompts_of(tiny_cli("a", *options, "b", "-s", 3, "c")) == ["a", "b", "c"]
+    assert prompts_of(tiny_cli("a", *options, "b", "--", "-q", "--")) == ["a", "b", "-q", "--"]
+    assert prompts_of(tiny_cli(*options, "-5", "- a list", "-.5")) == ["-5", "- a list", "-.5"]
 
 
 def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tiny):
+    """T04: bytes that are not UTF-8, through a pipe."""
     (text,) = texts(tiny, "caf\ufffd \ufffd", max_tokens=9, seed=3)
     result = run("--model", tiny_folder, "-n", "9", "-s", "3", "-q", stdin=b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
     assert result == (0, f"caf\ufffd \ufffd{text}\n".encode(), b"")
@@ -373,6 +389,7 @@ def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tin
 
 @posix_only
 def test_utf8_in_the_c_locale_and_bytes_that_are_not(tiny_folder, tiny):
+    """T04: bytes that are not UTF-8, on the command line."""
     prompts = ["é你", "caf\ufffd"]
     expected = texts(tiny, prompts, max_tokens=9, seed=3)
     env = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -381,6 +398,108 @@ def test_utf8_in_the_c_locale_and_bytes_that_are_not(tiny_folder, tiny):
     assert code == 0
     assert b"Traceback" not in err and len(err.splitlines()) == 2
     assert_consists_of(out.decode(), [prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+
+
+# ---- interactive mode --------------------------------------------------------------------------------------------
+
+
+def test_each_line_of_a_pipe_is_a_turn(tiny_cli, tiny):
+    session = minigen.Session(*tiny, seed=4, max_tokens=6, ignore_eos=True)
+    turns = ["one", "two é", "", "three"]
+    continued = [[*session.turn(turn)][-1].completion for turn in turns]
+    args = ["-i", "-n", 6, "-s", 4, "--ignore-eos"]
+    stdin = "two é\r\n\nthree".encode()
+    result = tiny_cli(*args, "one", stdin=stdin)
+    assert_consists_of(result.out, [turn + done.text for turn, done in zip(turns, continued, strict=True)])
+    assert len(result.err.splitlines()) == 1  # the header: who types into a pipe needs no prompt sign
+    assert (result.code, result.out) == tiny_cli(*args, "one", "--no-stream", "-q", stdin=stdin)[:2]
+    assert_consists_of(tiny_cli(*args, "--no-echo", stdin=b"one\n" + stdin).out, [done.text for done in continued])
+
+    lines = [
+        json.loads(line) for line in tiny_cli(*args, "--json", "one", stdin=stdin).out.removesuffix("\n").split("\n")
+    ]
+    assert [line["prompt"] for line in lines] == turns
+    assert [line["token_ids"] for line in lines] == [done.token_ids for done in continued]
+    assert [line["seed"] for line in lines] == [4, 5, 6, 7]
+    assert tiny_cli(*args, stdin=b"") == (0, "", result.err)
+
+
+def test_a_turn_that_cannot_be_run_and_a_new_text(tiny_cli, tiny):
+    args = ["-i", "-n", 90, "-s", 4, "--ignore-eos", "--no-echo"]
+    session = minigen.Session(*tiny, seed=4, max_tokens=90, ignore_eos=True)
+    (first,) = [step.completion.text for step in session.turn("a") if step.completion]
+    session.context = []
+    (second,) = [step.completion.text for step in session.turn("a") if step.completion]
+    result = tiny_cli(*args, "a", stdin=b"more\n/new\na\n")
+    assert result.code == 0 and first != second
+    assert_consists_of(result.out, [first, second])
+    _, full, refused, full_again = result.err.splitlines()
+    assert full == full_again and "/new" in full and "--context-shift" in full
+    assert refused.startswith("minigen: ") and "--context-shift" in refused
+    # With that, it goes on.
+    on = tiny_cli(*args, "--context-shift", "a", stdin=b"more\nand more\n")
+    assert on.code == 0 and len(on.out) > 3 * 80 and len(on.err.splitlines()) == 1
+
+
+def test_what_does_not_go_with_interactive_mode(cli, tmp_path):
+    for args, words in (
+        (["a", "b"], ["number of prompts is 2", "--interactive"]),
+        (["--prompt-cache", tmp_path / "x"], ["--prompt-cache", "--interactive"]),
+        (["--num-return-sequences", 2], ["--num-return-sequences is 2"]),
+        (["--trace", tmp_path / "x.html"], ["--trace", "x.html", "--interactive"]),
+        (["--show-probs"], ["--show-probs", "--interactive"]),
+        (["--score", tmp_path / "x"], ["--interactive", "--score"]),
+    ):
+        assert_refused(cli("-i", *args), *words)
+
+
+@posix_only
+def test_interactive_mode_at_a_terminal():
+    """Typed lines, Ctrl-C while the model writes and at the prompt sign, and Ctrl-D, as a terminal sends them."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def expect(pattern):
+        nonlocal seen
+        while not (found := re.search(pattern, seen, re.DOTALL)):
+            assert select.select([ours], [], [], 60)[0], seen
+            seen += os.read(ours, 1 << 16).decode()
+        found, seen = seen[: found.end()], seen[found.end() :]
+        return found
+
+    def type_in(text):
+        os.write(ours, text.encode())
+
+    seen = ""
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": own_terminal}
+    env = {"TERM": "dumb", "INPUTRC": os.devnull}
+    with start("-i", "-n", "400", "--ignore-eos", "-s", "1", env=env, **terminal) as process:
+        os.close(theirs)
+        try:
+            assert "Ctrl-D" in expect("\n> ")
+            type_in("Once upon a time\n")
+            expect(r"there was a little girl")
+            type_in("\x03")
+            assert len(expect("\n> ")) < 1200  # of some 1,600 letters that 400 tokens have
+            type_in("\x03")
+            assert "Ctrl-C again" in expect("\n> ")
+            type_in("The dog\n")  # had the first Ctrl-C ended the run, nobody would be there
+            expect(r"The dog\r?\n[^\n]*\w\w\w")
+            type_in("\x03")
+            expect("\n> ")
+            type_in("\x04")
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+    os.close(ours)
 
 
 # ---- pipes and signals -------------------------------------------------------------------------------------------
@@ -425,6 +544,56 @@ def test_text_comes_as_it_is_made_and_ctrl_c_ends_it():
     assert len(err.splitlines()) == 1, err  # the header; no traceback
 
 
+@posix_only
+@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_during_the_imports(tmp_path, number, code):
+    # A module in place of a real one that is imported on the way sends the signal, and then takes its time.
+    (tmp_path / "tiktoken.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{number})\ntime.sleep(30)\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    # As `python -m minigen`, and as the script that an installation makes.
+    script = "import sys; from minigen.__main__ import main; sys.exit(main())"
+    for command in (["-m", "minigen"], ["-c", script])[: 2 if number == "SIGINT" else 1]:
+        done = subprocess.run(
+            [sys.executable, *command, "hi"],
+            env=env,
+            capture_output=True,
+            timeout=60,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+
+
+@posix_only
+def test_sigterm_shows_the_text_so_far_and_leaves_no_half_written_file(tmp_path):
+    # The signal comes when the bytes of the prompt cache are written, and the file has not got its name yet; and
+    # then, in a second run, after some text.
+    script = (
+        "import os, signal, sys\n"
+        "from minigen.__main__ import main\n"
+        "os.fsync = lambda file: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(main())\n"
+    )
+    args = ["Once upon a time", "-n", "480", "--ignore-eos", "-s", "1", "--prompt-cache", str(tmp_path / "kv")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (143, b"", [])
+    assert len(done.stderr.splitlines()) == 1  # the header
+    with start(*args) as process:
+        first = os.read(process.stdout.fileno(), 1 << 16)
+        process.send_signal(signal.SIGTERM)
+        rest, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert first.startswith(b"Once upon a time") and (first + rest).endswith(b"\n") and len(first + rest) < 1000
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk():
     with open("/dev/full", "wb") as full:
@@ -458,7 +627,7 @@ def assert_refused(result, *words):
     "args, words",
     [
         (["--temperature", "-1"], ["temperature", "-1"]),
-        (["--temp", "nan"], ["temperature", "nan"]),
+        (["--temp", "nan"], ["--temp is nan"]),
         (["--temperature", "hot"], ["temperature", "hot"]),
         (["--top-k", "-1"], ["top.k", "-1"]),
         (["--top-k", "2.5"], ["top.k", "2.5"]),
@@ -470,8 +639,8 @@ def assert_refused(result, *words):
         (["--presence-penalty", "inf"], ["presence.penalty", "inf"]),
         (["--frequency-penalty", "nan"], ["frequency.penalty", "nan"]),
         (["--no-repeat-ngram-size", "-2"], ["no.repeat.ngram.size", "-2"]),
-        (["-n", "-1"], ["max.tokens", "-1"]),
-        (["-n", "many"], ["max.tokens", "many"]),
+        (["-n", "-1"], ["-n is -1"]),
+        (["-n", "many"], ["-n: ", "many"]),
         (["--max-new-tokens", "1.5"], ["1.5"]),
         (["--min-tokens", "-3"], ["min.tokens", "-3"]),
         (["--num-return-sequences", "0"], ["num.return.sequences", "0"]),
@@ -504,6 +673,39 @@ def test_bad_options_are_refused_before_the_model_is_loaded(cli, args, words):
     assert NO_MODEL not in result.err
 
 
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        # By the name that was typed, and never by the keyword of the Python API.
+        (["--temp", "-1"], "--temp is -1.0; it must be a number of 0 or more"),
+        (["--temp=-1"], "--temp is -1.0;"),
+        (["-n-1"], "--max-tokens is -1; it must be a whole number of 0 or more\n"),
+        (["--n-predict", "x"], "--n-predict: 'x' is not a whole number"),
+        (["--top-p", "x"], "--top-p: 'x' is not a number"),
+        (["--seed", "-1"], "--seed is -1; it must be a whole number of 0 or more\n"),
+        (["--keep", "3"], "--keep is 3, but only --context-shift uses it"),
+        (["--num-beams", "2", "--context-shift"], "--context-shift cannot be given with beam search"),
+        (["--no-cache", "--draft-model", "x"], "--no-cache cannot be given with speculation"),
+        (
+            ["--num-return-sequences", "3", "--num-beams", "2"],
+            "--num-return-sequences is 3; it must be at most --num-beams, 2",
+        ),
+        (["--stop", ""], "--stop is ''; it must be"),
+        # What was meant.
+        (["--tempreature", "1"], "--tempreature: did you mean --temperature?"),
+        (["--repeat-penaltyy=1"], "--repeat-penaltyy: did you mean --repeat-penalty?"),
+        (["--top_p", "1"], "--top_p: did you mean --top-p?"),
+        (["-x"], "-x: a prompt that begins so stands after --"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_speak_of_options_as_they_were_typed(cli, args, sentence):
+    result = cli("--model", NO_MODEL, "hello", *args)
+    assert_refused(result)
+    assert sentence in result.err
+    assert not re.search(r"\b(?<!--)[a-z]+_[a-z]|None|True|False", result.err)
+
+
 def test_models_that_cannot_be_loaded(cli, tmp_path, tiny_folder):
     assert_refused(cli("--model", NO_MODEL, "hello"), NO_MODEL)
     assert_refused(cli("--model", "nonesuch", "hello"), "nonesuch", "fairytale")
@@ -526,6 +728,9 @@ def test_prompts_that_are_not_there(tiny_cli, tmp_path):
     assert_refused(tiny_cli("-f", missing), r"missing\.txt")
     assert_refused(tiny_cli("--prompts-file", missing), r"missing\.txt")
     assert_refused(tiny_cli("-f", tmp_path), "directory")
+    assert_refused(tiny_cli("-f", ""), "name of the file is ''", "stdin")
+    names = tmp_path / "top_p.txt"  # is no option
+    assert_refused(tiny_cli("--prompts-file", names), r"top_p\.txt")
     (tmp_path / "there.txt").write_text("there")
     assert_refused(tiny_cli("a prompt", "-f", tmp_path / "there.txt"), "file")
     assert_refused(tiny_cli("-f", tmp_path / "there.txt", "--prompts-file", tmp_path / "there.txt"), "file")
@@ -546,6 +751,7 @@ def test_nobody_has_typed_or_piped_a_prompt(cli):
 
 
 def test_prompts_too_long_for_the_model(tiny_cli, tmp_path):
+    """K08: the same refusal on every way that a prompt can come."""
     text = "x" * 65
     (tmp_path / "long.txt").write_text(text)
     (tmp_path / "lines.txt").write_text(f"short\n{text}\n")
@@ -562,8 +768,8 @@ def test_prompts_too_long_for_the_model(tiny_cli, tmp_path):
 
 def test_options_that_the_model_refuses(tiny_cli):
     assert_refused(tiny_cli("a", "--context-shift", "--keep", 32), "keep", r"\b32\b", r"\b64\b")
-    assert_refused(tiny_cli("a", "--logit-bias", "257+1"), "logit_bias", "257")
-    assert_refused(tiny_cli("a", "--logit-bias", "two=1"), "logit_bias", "two")
+    assert_refused(tiny_cli("a", "--logit-bias", "257+1"), "--logit-bias", "257")
+    assert_refused(tiny_cli("a", "--logit-bias", "two=1"), "--logit-bias", "two")
 
 
 def test_an_error_after_some_text(tiny_cli):

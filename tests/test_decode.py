@@ -177,6 +177,7 @@ def chi_square(observed, expected):
     ids=str,
 )
 def test_greedy_ids_are_the_naive_loops(tok, overrides):
+    """K01, K03: cached steps against the whole text run anew."""
     skipped = total = variety = 0
     for seed in range(4):
         t = tiny(seed, n_positions=32, **overrides)
@@ -261,6 +262,7 @@ def test_a_greedy_row_of_a_ragged_batch_is_the_prompt_alone(tok):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_sampled_row_does_not_depend_on_the_rest_of_its_batch(tok, n):
+    """S10: two prompts in one run and alone."""
     t = tiny(2)
     options = dict(max_tokens=10, seed=11, num_return_sequences=n, **FLAT)
     batch = generate(t.model, tok, PROMPTS, **options)
@@ -326,6 +328,7 @@ def test_nothing_is_computed_twice(tok, monkeypatch):
 
 
 def test_ends_at_end_of_text(tok):
+    """T12: end-of-text printed, or gone past."""
     t = tiny()
     (done,) = generate(t.model, tok, [[0]], logits_processors=force([*text_ids("abc"), EOS]))
     assert (done.text, done.finish_reason, done.stop_sequence) == ("abc", "eos", None)
@@ -334,6 +337,7 @@ def test_ends_at_end_of_text(tok):
 
 @pytest.mark.parametrize("eos", [0, [0], [30, 0, EOS]], ids=str)
 def test_any_id_can_end_a_text(tok, eos):
+    """T12: id 0 taken for no id, and lists of ids."""
     t = tiny(eos_token_id=eos)
     for token in eos if isinstance(eos, list) else [eos]:
         (done,) = generate(t.model, tok, [[0]], logits_processors=force([7, 8, token, 9]))
@@ -342,12 +346,14 @@ def test_any_id_can_end_a_text(tok, eos):
 
 
 def test_without_an_end_of_text_nothing_ends_the_text(tok):
+    """T12: null as an id."""
     t = tiny(eos_token_id=None)
     (done,) = generate(t.model, tok, [[0]], max_tokens=4, min_tokens=1, logits_processors=force([7, EOS, 0, EOS]))
     assert (done.token_ids, done.finish_reason) == ([7, EOS, 0, EOS], "length")
 
 
 def test_generation_config_names_the_end(tmp_path):
+    """T12: generation_config.json goes before config.json."""
     t = tiny(eos_token_id=EOS)
     write_byte_vocab(write_checkpoint(tmp_path, t.config, t.params))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 40]}')
@@ -358,6 +364,7 @@ def test_generation_config_names_the_end(tmp_path):
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 7])
 def test_max_tokens(tok, max_tokens):
+    """S12: no new tokens, and one."""
     t = tiny()
     for options in (GREEDY, FLAT, {"use_cache": False}, {"window": 3}):
         done = generate(t.model, tok, PROMPTS[::2], max_tokens=max_tokens, min_tokens=20, **options)
@@ -371,6 +378,7 @@ def test_max_tokens(tok, max_tokens):
 
 
 def test_ends_where_the_context_is_full(tok):
+    """K05: past the limit of learned positions."""
     t = tiny()  # 16 positions
     for n_prompt in (1, 10, 15, 16):  # the last one leaves no room to feed what it generates, but is legal
         prompt = list(range(20, 20 + n_prompt))
@@ -397,6 +405,7 @@ def test_rows_of_a_batch_fill_the_context_one_by_one(tok):
 @pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("options", [{}, {"context_shift": True}, {"window": 4}, {"use_cache": False}], ids=str)
 def test_a_prompt_too_long_is_refused_before_anything_runs(tok, monkeypatch, max_tokens, options):
+    """K08: a prompt longer than the context."""
     t = tiny()
     shapes = watch(monkeypatch, t.model)
     for prompts in ([[1] * 17], "a" * 17, ["ok", "a" * 17]):
@@ -406,6 +415,7 @@ def test_a_prompt_too_long_is_refused_before_anything_runs(tok, monkeypatch, max
 
 
 def test_min_tokens_and_ignore_eos(tok):
+    """T12: end-of-text to be ignored."""
     t = tiny(eos_token_id=[EOS, 30], n_positions=64)
     wanted = {"logit_bias": {EOS: 1000.0, 30: 999.0}}  # end-of-text is all the model wants to say
     assert ids_of(generate(t.model, tok, [[1]], **wanted)) == [[EOS]]
@@ -456,6 +466,7 @@ STOPS = [  # script, stops, text, stop_sequence
 @pytest.mark.parametrize("script, stops, text, sequence", STOPS)
 @pytest.mark.parametrize("ending", ["length", "eos", "context"])
 def test_stop_strings(tok, script, stops, text, sequence, ending):
+    """T11: the beginning of a stop string shown, or what follows it, or held text lost at the end."""
     ids = text_ids(script)
     t = tiny(n_positions=max(len(ids), 16))
     prompt, budget = [0], len(ids)
@@ -506,6 +517,7 @@ def test_streamed_text_holds_back_no_more_than_it_must(tok):
 
 
 def test_the_prompt_is_not_searched_for_stops(tok):
+    """T11: a stop string that only the prompt holds."""
     t = tiny()
     (done,) = generate(t.model, tok, "!ab", max_tokens=3, stop=["ab", "bc"], logits_processors=force("cbd"))
     assert (done.text, done.finish_reason) == ("cbd", "length")
@@ -519,6 +531,7 @@ def test_each_row_has_stops_of_its_own(tok):
 
 
 def test_characters_of_several_tokens_come_whole(tok):
+    """T01: half characters in a streamed text."""
     t = tiny(n_positions=64)
     text = "a😀😀é你b\r\n\x00\ufeff"
     steps = list(stream(t.model, tok, [[0]], max_tokens=len(text_ids(text)), logits_processors=force(text)))
@@ -567,6 +580,7 @@ def test_a_stream_computes_no_further_than_it_is_read(tok, monkeypatch):
 
 
 def test_seeds(tok):
+    """S10: a seed that does not repeat a run, or 0 taken for none."""
     t = tiny(n_positions=64)
 
     def ids(seed, **options):
@@ -586,6 +600,7 @@ def test_seeds(tok):
 
 
 def test_global_generators_are_left_alone(tok):
+    """S10: shared state."""
     t = tiny()
     np.random.seed(1)
     random.seed(1)
@@ -598,7 +613,7 @@ def test_global_generators_are_left_alone(tok):
 
 
 def test_draws_are_independent(tok):
-    """12,000 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
+    """S10: 12,000 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
     t = tiny(n_positions=512, n_layer=1)
     uniform = one_hot(0, 1, 2, 3)
     options = dict(max_tokens=300, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
@@ -863,7 +878,7 @@ def test_the_cache_is_as_large_as_asked_for(tok, n_prompt, options, rows, capaci
 
 @pytest.mark.parametrize("keep", [0, 3, 7])
 def test_context_shift(tok, keep):
-    """A full context is replaced by its first `keep` ids and the last half of the others, encoded from position 0."""
+    """K05: A full context becomes its first `keep` ids and the last half of the others, encoded from position 0."""
     skipped = total = 0
     for seed in range(2):
         t = tiny(seed)
@@ -936,6 +951,7 @@ def prompt_ids(t, tok, prompts):
 
 
 def test_prompts_are_encoded_as_they_are(tok):
+    """T08: the user's space stripped."""
     t = tiny()
     assert prompt_ids(t, tok, "ab ") == [text_ids("ab ")]  # a space at the end is the caller's wish
     assert prompt_ids(t, tok, ["a", "b\r\nc", "\ufeff"]) == [text_ids("a"), text_ids("b\r\nc"), text_ids("\ufeff")]
@@ -1023,6 +1039,7 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("name, value", [(n, v) for n, values in BAD_OPTIONS.items() for v in values], ids=repr)
 def test_values_out_of_range(tok, name, value):
+    """S12: fewer than no new tokens, and more at least than at most."""
     t = tiny()
     with pytest.raises(ValueError, match=rf"\b{name}\b") as error:
         stream(t.model, tok, "a", **{name: value})  # at once, not at the first step

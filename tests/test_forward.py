@@ -132,6 +132,7 @@ def greedy(model, ids, n_new):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_each_activation_is_its_formula(name):
+    """L13: two forms of GELU that differ by too little for a loose test."""
     near = np.linspace(-6, 6, 4001, dtype=np.float32)
     found = ACTIVATIONS[name](near)
     assert_close(found, reference.ACT[name](near.astype(float)), 1e-6)
@@ -142,6 +143,7 @@ def test_each_activation_is_its_formula(name):
 
 
 def test_activations_have_the_values_known_from_elsewhere():
+    """L13: known values of activations."""
     known = {  # name -> {x: value}, six decimals
         "gelu_new": {1: 0.841192, -3: -0.003637},
         "gelu_pytorch_tanh": {1: 0.841192, -3: -0.003637},
@@ -165,6 +167,7 @@ def test_activations_leave_their_input_alone():
 
 @pytest.mark.parametrize("name", ["foo", "GELU", "", None, 3, *sorted(reference.ACT.keys() - ACTIVATIONS.keys())])
 def test_an_unknown_activation_is_refused_by_name(name):
+    """L13: an unknown activation."""
     with pytest.raises(ValueError, match=f"activation_function.*{name}"):
         GPT2Config.from_dict(tiny_config(activation_function=name))
 
@@ -238,6 +241,7 @@ def test_parameter_names_and_shapes_are_the_checkpoints():
 @pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers_and_the_reference_however_the_prompt_is_cut(name, chunks):
+    """K01: with and without cache, in any pieces."""
     _, _, model = small_model(name)
     cache = model.new_cache()
     logits = feed(model, GOLDEN[f"{name}/ids"][None], cache, chunks)
@@ -300,6 +304,7 @@ class TestGPT2Shape:
 
 @pytest.mark.parametrize("chunks", [[10], [1] * 10, [4, 6], [9, 1], [1, 9], [3, 3, 4]], ids=str)
 def test_cached_steps_use_their_own_position_embedding(chunks):
+    """K01: every cached step at position 0."""
     config = tiny_config()
     params = tiny_params(config)
     params["wpe.weight"] = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)  # std 1
@@ -323,6 +328,7 @@ def test_every_position_can_be_used_and_none_beyond():
 
 
 def test_last_only_gives_the_last_row_of_the_logits():
+    """K03: the wrong row of the logits."""
     config, params, model = model_and_params()
     ids = random_ids(3, 5)
     logits = model.forward(ids)
@@ -340,6 +346,7 @@ def test_last_only_gives_the_last_row_of_the_logits():
 
 @pytest.mark.parametrize("bits", range(8))
 def test_attention_scaling_flags(bits):
+    """L14: 1 / sqrt(d) whatever the flags say."""
     names = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
     flags = dict(zip(names, (bool(bits & 1), bool(bits & 2), bool(bits & 4)), strict=True))
     config, params, model = model_and_params(n_layer=2, **flags)
@@ -353,6 +360,7 @@ def test_attention_scaling_flags(bits):
 
 
 def test_the_inverse_layer_flag_leaves_the_first_layer_alone():
+    """L14: layers counted from 1."""
     for n_layer, same in ((1, True), (2, False)):
         _, _, plain = model_and_params(n_layer=n_layer)
         _, _, scaled = model_and_params(n_layer=n_layer, scale_attn_by_inverse_layer_idx=True)
@@ -369,6 +377,7 @@ def test_the_epsilon_of_the_config_is_used_in_every_layer_norm():
 
 @pytest.mark.parametrize("scale", [1, 300])
 def test_later_tokens_leave_earlier_logits_bit_identical(scale):
+    """L16: mask constants that leak the future."""
     config, params, _ = model_and_params()
     params = dict(params)
     for name in [n for n in params if n.endswith("c_attn.weight")]:
@@ -490,6 +499,7 @@ def test_padding_that_all_rows_have_changes_nothing(batch):
 
 
 def test_last_only_of_a_ragged_batch_is_each_rows_last_token():
+    """K03: the wrong row of a padded batch."""
     config, params, model = model_and_params()
     texts = [random_ids(n, seed=n).tolist() for n in (6, 1, 4)]
     ids, pad = ragged(texts)
@@ -576,6 +586,7 @@ def test_a_first_chunk_may_fill_the_ring_and_later_ones_only_the_slack():
 
 
 def test_a_full_cache_raises_instead_of_overwriting():
+    """K05: a ring that wraps in place keeps keys of other positions."""
     _, _, model = model_and_params()
     cache = model.new_cache(capacity=8)
     model.forward(random_ids(1, 7), cache)
@@ -703,6 +714,7 @@ def write_and_check(cache, lists, counts, stamp, more_padding=0):
     ids=str,
 )
 def test_a_ring_of_eight_equals_a_plain_list_at_its_boundary(window, chunks):
+    """K06: a piece that straddles the end of the ring."""
     cache, lists = KVCache(2, 2, 1, 8, window=window), ListModel(1, 8, window)
     stamp = 1
     for count in chunks:
@@ -716,6 +728,7 @@ def test_a_ring_of_eight_equals_a_plain_list_at_its_boundary(window, chunks):
 
 @pytest.mark.parametrize("window", [None, 1, 5, 8])
 def test_a_chunk_larger_than_the_ring_is_refused(window):
+    """K06: a piece larger than the ring."""
     cache = KVCache(2, 2, 1, 8, window=window)
     before = state(cache)
     with pytest.raises(ValueError):
@@ -726,6 +739,7 @@ def test_a_chunk_larger_than_the_ring_is_refused(window):
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 9])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_series_of_extend_truncate_and_select_equals_a_plain_list(seed, window):
+    """K06: capacity, write index and length confused."""
     rng = np.random.default_rng([seed, window or 0])
     capacity = 9
     cache, lists = KVCache(2, 2, 1, capacity, batch=3, window=window), ListModel(3, capacity, window)
@@ -843,6 +857,7 @@ def test_what_a_cache_refuses_is_named():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("window", [None, 5])
 def test_slots_not_yet_written_are_never_read(batch, window):
+    """K07: NaN in slots that were never written."""
     _, _, model = model_and_params()
     ids = random_ids(batch, 30)
     capacity = 40 if window is None else 9
@@ -858,6 +873,7 @@ def test_slots_not_yet_written_are_never_read(batch, window):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_cache_reused_after_a_longer_text_gives_the_same_bits_as_a_new_one(window):
+    """K07: what a longer text left behind."""
     _, _, model = model_and_params()
     capacity = 40 if window is None else 9
     used, new = (model.new_cache(batch=2, capacity=capacity, window=window) for _ in range(2))

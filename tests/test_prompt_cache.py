@@ -463,6 +463,46 @@ def test_what_is_no_safetensors_file_or_an_empty_one(tok, file, content):
     assert_refused(tiny(), tok, file, FIRST, "safetensors file")
 
 
+IN_PLACE_SCRIPT = """
+import os, sys
+import minigen
+from minigen import prompt_cache
+
+model, tokenizer = minigen.load(sys.argv[1])
+fingerprint = prompt_cache.fingerprint
+
+def rewritten_meanwhile(model):
+    os.truncate(sys.argv[2], 0)
+    return fingerprint(model)
+
+minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
+prompt_cache.fingerprint = rewritten_meanwhile
+(done,) = minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
+print(done.timings.reused_tokens)
+"""
+
+
+@posix_only
+def test_a_file_that_another_program_rewrites_in_place_does_not_end_the_run(tmp_path, file):
+    """A file that is mapped and then cut off would end the process with SIGBUS."""
+    config = tiny_config(vocab_size=VOCAB, n_positions=32)
+    write_byte_vocab(write_checkpoint(tmp_path / "model", config, tiny_params(config)))
+    command = [sys.executable, "-c", IN_PLACE_SCRIPT, tmp_path / "model", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "29\n"), done.stderr
+
+
+def test_weights_that_are_not_numbers_are_blamed_themselves_every_time(tok, file):
+    t = tiny()
+    params = {name: value.copy() for name, value in t.params.items()}
+    params["h.1.attn.c_attn.bias"][3] = np.nan
+    broken = GPT2(t.model.config, params)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="logit is nan"), np.errstate(all="ignore"):
+            generate(broken, tok, [FIRST], cache=file, max_tokens=1)
+        assert not file.exists()
+
+
 def test_a_checkpoint_is_no_prompt(tok, tmp_path):
     t = tiny()
     folder = write_checkpoint(tmp_path / "model", t.config, t.params)
@@ -763,7 +803,7 @@ def test_command_line(command, tmp_path):
     ("args", "words"),
     [
         (("a", "--window", "4"), ["window"]),
-        (("a", "--no-cache"), ["use_cache"]),
+        (("a", "--no-cache"), ["--no-cache"]),
         (("a", "b"), ["number of prompts"]),
     ],
 )

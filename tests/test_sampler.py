@@ -407,6 +407,7 @@ def test_typical_p_is_its_definition(x, mass):
 
 
 def test_temperature_zero_is_the_first_maximum():
+    """S01: division by a temperature of 0."""
     assert run([1.0, 2.0, -1.0], temperature=0).tolist() == [0.0, 1.0, 0.0]
     assert run([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
     assert run([-INF, -INF, -80.0, -80.0], temperature=0.0, top_p=0.5, min_p=0.3).tolist() == [0.0, 0.0, 1.0, 0.0]
@@ -416,6 +417,7 @@ def test_temperature_zero_is_the_first_maximum():
 
 
 def test_temperature_zero_spends_no_random_number():
+    """S01: temperature 0 depends on the seed."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
         assert draw(run([1.0, 2.0, -1.0], temperature=0.0, top_p=0.9, min_p=0.1), rng) == 1
@@ -424,6 +426,7 @@ def test_temperature_zero_spends_no_random_number():
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-300])
 def test_tiny_temperatures_are_greedy(temperature):
+    """S01: temperatures so small that all quotients overflow."""
     for logits in ([1.0, 2.0, -1.0], [-80.0, -75.0, -90.0], [80.0, 75.0, 90.0], [-INF, -3e4, -4e4]):
         p = run(logits, temperature=temperature)
         assert np.all(np.isfinite(p)) and p.sum() == 1.0 and p[int(np.argmax(logits))] == 1.0
@@ -438,6 +441,7 @@ def test_temperature_scales_before_the_softmax():
 
 @pytest.mark.parametrize("top_p, n", [(0.49, 1), (0.51, 2), (0.6, 2), (0.79, 2), (0.81, 3), (0.9, 3), (0.96, 4)])
 def test_the_token_that_crosses_top_p_is_kept(top_p, n):
+    """S03: the token that crosses top_p dropped."""
     p = np.array([0.5, 0.3, 0.15, 0.05])
     for order in itertools.permutations(range(4)):
         logits = np.log(p[list(order)]).astype(np.float32)
@@ -474,6 +478,7 @@ def test_top_p_keeps_one_where_the_first_already_crosses():
 
 @pytest.mark.parametrize("k, kept", [(0, 5), (1, 1), (2, 2), (4, 4), (5, 5), (6, 5), (100_000, 5)])
 def test_top_k_in_and_out_of_range(k, kept):
+    """S04: top_k beyond the vocabulary."""
     logits = row(0.5, 3, -2, 2, 1)
     best = [1, 3, 4, 0, 2]
     assert kept_ids(keep_top_k(logits, k)) == sorted(best[:kept])
@@ -501,6 +506,7 @@ def test_top_p_breaks_ties_by_lowest_id():
 
 
 def test_repetition_penalty_on_either_sign():
+    """S06: a penalty that raises negative logits."""
     after = apply_repetition_penalty(row(2, -2, 0), [0, 1, 2], 1.5)
     np.testing.assert_allclose(after, [4 / 3, -3.0, 0.0], rtol=1e-6)
     assert apply_repetition_penalty(row(2, -2, -INF, 4), [2, 3], 2.0).tolist() == [2, -2, -INF, 2]
@@ -514,6 +520,7 @@ def test_repetition_penalty_counts_a_token_once():
 
 
 def test_penalty_of_one_and_empty_history_are_no_operations():
+    """S06: a penalty of 1 that changes bits."""
     x = row(2, -2, 0, -INF, 1e-38, 3e38)
     for ids in ([], [0, 1, 2, 3, 4, 5]):
         assert apply_repetition_penalty(x, ids, 1.0).tobytes() == x.tobytes()
@@ -565,6 +572,7 @@ def test_ngram_ban_by_hand(ids, size, banned):
 
 
 def test_temperature_comes_before_top_p():
+    """S08: truncation before temperature."""
     p = run([3.0, 2.0, 1.0], temperature=0.5, top_p=0.8)  # top_p first would keep two
     assert p.tolist() == [1.0, 0.0, 0.0]
 
@@ -606,6 +614,7 @@ def test_each_filter_works_on_what_the_one_before_left(options, kept):
     "min_p, kept", [(0.0, [0, 1, 2, 3]), (0.01, [0, 1, 2, 3]), (0.1, [1, 2]), (0.4, [1]), (1.0, [1])]
 )
 def test_min_p_is_measured_from_the_best_probability(min_p, kept):
+    """S09: min_p measured from the first token."""
     for shift in (0.0, 8.0, -64.0):
         assert kept_ids(keep_min_p(row(-4, 0, -1, -3) + np.float32(shift), min_p)) == kept
         assert np.flatnonzero(run(row(-4, 0, -1, -3) + np.float32(shift), min_p=min_p)).tolist() == kept
@@ -776,6 +785,7 @@ def test_permuting_the_vocabulary_permutes_the_result(situation, data):
 @fixed
 @given(situations(), st.integers(-200, 200).map(lambda n: n / 4))
 def test_adding_a_constant_to_all_logits_changes_nothing(situation, constant):
+    """S09: min_p measured on logits."""
     x, ids, n_prompt, options = situation
     x = np.round(x * 4) / 4  # so that the sum is exact
     options = {k: v for k, v in options.items() if k != "repetition_penalty"}  # the one that depends on the sign
@@ -857,6 +867,7 @@ RANGES = {  # option -> (refused beyond the above, accepted, what the message sa
 
 @pytest.mark.parametrize("name", RANGES)
 def test_option_ranges(name):
+    """S01, S04, S06, S09: values out of range, refused by name."""
     extra, accepted, limits = RANGES[name]
     general = INTEGERS_REFUSED if name in ("top_k", "no_repeat_ngram_size", "min_tokens") else NUMBERS_REFUSED
     for value in general + extra:
@@ -1244,6 +1255,7 @@ def test_frequencies_of_200_000_draws(name):
 
 
 def test_frequencies_and_successive_pairs_of_a_uniform_row():
+    """S10: correlated draws."""
     n, rng = 100_000, np.random.default_rng(0)
     p = run([0.5] * 4)
     assert p.tolist() == [0.25] * 4

@@ -88,7 +88,7 @@ class StandIn:
     def new_cache(self, batch=1, capacity=None, window=None):
         return IdCache(capacity)
 
-    def forward(self, ids, cache, *, pad=None, last_only=True):
+    def forward(self, ids, cache, *, pad=None, last_only=True, attended=None):
         (ids,) = ids
         cache.ids.extend(map(int, ids))
         assert len(cache.ids) <= cache.capacity
@@ -440,6 +440,7 @@ def case(name, V):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_next_tokens_are_distributed_as_the_targets(experiment, name):
+    """X01, X02: filters and penalties on both models."""
     target, draft, sampling = case(name, V=4)
     expected = enumerate_target(target.logits_of, sampling)
     for k in (1, 2, 3, 5):  # 4 is in the next test
@@ -571,6 +572,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", ["frequency", "mix 2"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(experiment, monkeypatch, fault, name):
+    """X02: a draft that takes its best token but is scored by its softmax."""
     target, draft, sampling = case(name, V=4)  # as in the test that they have to fail
     expected = enumerate_target(target.logits_of, sampling)
     parts = FAULTS[fault]
@@ -601,6 +603,7 @@ def n_examined(steps, k):
 
 @pytest.mark.parametrize("k", range(1, 6))
 def test_worked_example(experiment, k):
+    """X01: after a rejection, a draw from p instead of the residual."""
     target, draft = StandIn(constant_logits(P), 3), StandIn(constant_logits(Q), 3)
     found = experiment.run(target, draft, SamplingConfig(**OFF), k)
     for tokens in itertools.product(range(3), repeat=N_TOKENS):
@@ -611,6 +614,7 @@ def test_worked_example(experiment, k):
 
 
 def test_worked_example_faulty(experiment, monkeypatch):
+    """X01: the fault gives other frequencies, which the test sees."""
     # The figures that faults are known to give: resampling from p, and greedy drafts scored with their softmax.
     target, draft = StandIn(constant_logits(P), 3), StandIn(constant_logits(Q), 3)
 
@@ -803,6 +807,7 @@ def test_greedy_equals_plain_decoding_on_the_bundled_pair(pair):
 
 
 def test_greedy_equals_plain_decoding_on_tiny_models():
+    """X02: greedy speculation against greedy decoding."""
     letters = Letters(61)
     rng = np.random.default_rng(0)
     ties, accepted = 0, Counter()
@@ -941,6 +946,7 @@ CACHE_OPTIONS = {
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_draft_that_is_the_target_is_accepted_in_every_round(k, options):
+    """X04: only the rate of acceptance tells that a cache is wrong."""
     model = tiny_model(5, n_positions=80)
     rounds = Rounds(model, model, [3, 1, 4, 1], k, max_tokens=51, seed=3, **options)
     assert len(rounds.results) >= 51 // (k + 1) - 1
@@ -980,7 +986,7 @@ class Forced(GPT2):
         super().__init__(config, params)
         self.right, self.n, self.place = right, n, 0
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
         logits = super().forward(ids, cache, pad=pad, last_only=last_only)
         token = self.right[cache.length[0]]
         if self.place >= self.n:
@@ -993,6 +999,7 @@ class Forced(GPT2):
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
 def test_forced_acceptance(n):
+    """X04: caches after 0, 1 ... all drafts accepted."""
     prompt, k, max_tokens = [7, 8, 9], 4, 32
     model = tiny_model(6)
     right = prompt + generate_one(model, Letters(61), prompt, temperature=0, max_tokens=40).token_ids
@@ -1074,6 +1081,7 @@ def check_ends(model, options, drafts=None):
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4, 5, 6, 7, 10])
 def test_max_tokens_inside_a_block(max_tokens):
+    """S12: no or few new tokens with speculation."""
     plain = check_ends(oracle(8, 1), dict(max_tokens=max_tokens))
     assert len(plain.token_ids) == max_tokens and plain.finish_reason == "length"
 
@@ -1153,6 +1161,7 @@ def test_a_single_token_costs_the_draft_nothing():
 
 
 def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
+    """X07: a draft with a shorter context."""
     model, letters = tiny_model(8, n_positions=40), Letters(61)
     short = GPT2(
         GPT2Config.from_dict(tiny_config(vocab_size=61, n_positions=16)),
@@ -1261,6 +1270,8 @@ def with_vocab(folder, source, change):
 
 
 def test_swapped_entries_are_refused(byte_vocab, tmp_path):
+    """X07: ids that mean other text in the draft."""
+
     def swap(vocab):
         vocab["a"], vocab["q"] = vocab["q"], vocab["a"]
         return min(vocab["a"], vocab["q"])
@@ -1310,6 +1321,7 @@ def sizes(byte_vocab, tmp_path_factory):
 
 @pytest.mark.parametrize(("target", "draft"), [*itertools.permutations(["257", "258", "300"], 2)])
 def test_vocabularies_of_other_sizes(sizes, target, draft, monkeypatch):
+    """X07: added or padded tokens in one of the two."""
     (model, tokenizer), (draft_model, _) = sizes[target], sizes[draft]
     shared = min(model.config.vocab_size, draft_model.config.vocab_size)
     proposed = []
@@ -1810,13 +1822,13 @@ def test_command_line_without_drafts(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (("--num-draft-tokens", "4"), "num_draft_tokens"),
-        (("--speculative", "--num-draft-tokens", "0"), "num_draft_tokens"),
+        (("--num-draft-tokens", "4"), "--num-draft-tokens"),
+        (("--speculative", "--num-draft-tokens", "0"), "--num-draft-tokens"),
         (("--speculative", "--num-draft-tokens", "many"), "--num-draft-tokens"),
-        (("--speculative", "--prompt-lookup-num-tokens", "3"), "prompt_lookup_num_tokens"),
-        (("--speculative", "--num-beams", "2"), "num_beams"),
-        (("--speculative", "--num-return-sequences", "2"), "num_return_sequences"),
-        (("--speculative", "--no-cache"), "use_cache"),
+        (("--speculative", "--prompt-lookup-num-tokens", "3"), "--prompt-lookup-num-tokens"),
+        (("--speculative", "--num-beams", "2"), "--num-beams"),
+        (("--speculative", "--num-return-sequences", "2"), "--num-return-sequences"),
+        (("--speculative", "--no-cache"), "--no-cache"),
         (("--speculative",), "number of prompts"),
         (("--speculative", "--model", "distilfairytale"), "distilfairytale"),
         (("--draft-model", "no such model"), "no such model"),

@@ -194,6 +194,7 @@ def test_ids_with_the_bundled_vocabulary(golden):
 
 
 def test_decoding_undoes_encoding(gpt2, golden):
+    """T07: a decoder that tidies up."""
     for text, ids in zip(STRINGS, golden["gpt2"], strict=True):
         assert gpt2.decode(ids) == text
         assert b"".join(gpt2.token_bytes(token) for token in ids) == text.encode("utf-8")
@@ -233,6 +234,7 @@ def test_decoding_undoes_encoding(gpt2, golden):
     ],
 )
 def test_known_ids(gpt2, text, ids):
+    """T03, T04, T07, T08: end-of-text, surrogates, punctuation and trailing spaces have known ids."""
     found = gpt2.encode(text)
     assert found == ids
     assert isinstance(found, list) and all(type(token) is int for token in found)
@@ -260,10 +262,12 @@ BEFORE_SIGNS = [
 
 @pytest.mark.parametrize("text", AT_THE_ENDS + BEFORE_SIGNS)
 def test_white_space_is_kept(gpt2, text):
+    """T07, T08: spaces lost at the ends or before punctuation."""
     assert gpt2.decode(gpt2.encode(text)) == text
 
 
 def test_all_byte_values(gpt2, tmp_path):
+    """T07, T09: each of the 256 bytes."""
     vocab, _ = vocab_and_merges(GPT2)
     for byte, symbol in SYMBOLS.items():
         assert gpt2.token_bytes(vocab[symbol]) == bytes([byte])
@@ -279,6 +283,7 @@ def test_all_byte_values(gpt2, tmp_path):
 
 
 def test_every_token_stands_for_the_bytes_that_its_symbols_spell(gpt2):
+    """T09: the map of bytes and characters approximated."""
     vocab, _ = vocab_and_merges(GPT2)
     byte_of = {symbol: byte for byte, symbol in SYMBOLS.items()}
     for token, number in vocab.items():
@@ -347,6 +352,7 @@ def test_ids_may_be_numpy_integers(gpt2):
     ids=str,
 )
 def test_forms_of_merges_txt(tmp_path, golden, form):
+    """T09: merges.txt without version line, with CRLF, with an empty line at the end."""
     vocab, merges = vocab_and_merges(FAIRYTALE)
     tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges, **form))
     for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::10]:
@@ -355,6 +361,7 @@ def test_forms_of_merges_txt(tmp_path, golden, form):
 
 @pytest.mark.parametrize("form", [{"first": ""}, {}, {"newline": "\r\n"}], ids=str)
 def test_a_first_merge_with_a_hash_is_no_version_line(tmp_path, form):
+    """T09: the first line dropped blindly."""
     merges = ["# #", "## ##", "# $", "#$ #$", "a b"]
     vocab = bytes_vocab() | {line.replace(" ", ""): 257 + i for i, line in enumerate(merges)}
     tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges, **form))
@@ -366,6 +373,7 @@ def test_a_first_merge_with_a_hash_is_no_version_line(tmp_path, form):
 
 
 def test_all_hash_merges_of_gpt2_are_in_use(gpt2):
+    """T09: merges of # taken for comments."""
     vocab, merges = vocab_and_merges(GPT2)
     hashes = [line for line in merges if line.startswith("#")]
     assert len(hashes) == 8
@@ -375,7 +383,7 @@ def test_all_hash_merges_of_gpt2_are_in_use(gpt2):
 
 
 def test_ids_in_any_order_and_with_gaps(tmp_path, golden):
-    """Only the order of the lines in merges.txt counts; what numbers vocab.json gives is another matter."""
+    """T09: Only the order of the lines in merges.txt counts; what numbers vocab.json gives is another matter."""
     vocab, merges = vocab_and_merges(FAIRYTALE)
     new = random.Random(1).sample(range(3 * len(vocab)), len(vocab))
     folder = write_bpe(tmp_path, {token: new[number] for token, number in vocab.items()}, merges)
@@ -419,9 +427,12 @@ def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
         # two pairs that make the same token
         (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"], "'aaa'"),
         # a pair that uses a token which only a later line makes
-        (["ab c", "a b"], ["abc", "abcab"], "'abc'"),
+        (["ab c", "a b"], ["abc", "abcab"], "'ab'"),
+        # a pair that an earlier line always splits: its token must not come of other parts
+        (["a b", "b c", "a bc"], ["abc", "xabcx"], "'bc'"),
+        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"], "'aa'"),
     ],
-    ids=["two pairs", "before its parts"],
+    ids=["two pairs", "before its parts", "split", "split by itself"],
 )
 def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts, named):
     tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
@@ -437,6 +448,7 @@ def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, mer
 
 
 def test_reading_does_not_depend_on_the_locale():
+    """T09: files opened in the locale's encoding."""
     code = (
         "import sys; from minigen.tokenizer import Tokenizer; t = Tokenizer.from_folder(sys.argv[1]);"
         "print(t.encode('caf\\u00e9 #### \\u4f60'), ascii(t.decode([19526, 254, 2634])))"
@@ -569,11 +581,13 @@ def no_network(monkeypatch, tmp_path):
 
 
 def test_reading_a_folder_opens_no_socket(no_network):
+    """C05: a tokenizer that needs the network."""
     assert Tokenizer.from_folder(GPT2).encode("caf\u00e9") == [66, 1878, 2634]
 
 
 @pytest.mark.parametrize("spelling", ["a b", ["a", "b"]], ids=["string", "pair"])
 def test_tokenizer_json_alone(tmp_path, golden, no_network, spelling):
+    """C05: a folder with tokenizer.json only."""
     vocab, merges = vocab_and_merges(FAIRYTALE)
     if isinstance(spelling, list):
         merges = [line.split(" ") for line in merges]
@@ -613,6 +627,30 @@ def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
 
 
 # ---------------------------------------------------------------------------------------- broken files
+
+
+def test_any_merges_are_followed_or_refused(tmp_path):
+    rng, outcomes = random.Random(1), Counter()
+    for _ in range(100):
+        tokens, merges = ["a", "b"], []
+        for _ in range(rng.randrange(1, 6)):
+            left, right = rng.choice(tokens), rng.choice(tokens)
+            merges.append(f"{left} {right}")
+            tokens.append(left + right)
+        if rng.random() < 0.2:
+            rng.shuffle(merges)
+        vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(dict.fromkeys(tokens[2:]))}
+        write_bpe(tmp_path, vocab, merges)
+        try:
+            tokenizer = Tokenizer.from_folder(tmp_path)
+        except ValueError as error:
+            assert "merge" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["followed"] += 1
+        for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(1, 7)))):
+            assert tokenizer.encode(text) == slow_encode(text, vocab, merges), (merges, text)
+    assert min(outcomes.values()) > 10
 
 
 BYTES_TEXT = json.dumps(bytes_vocab())
@@ -810,6 +848,7 @@ places = st.lists(st.integers(0, 24), max_size=12)
 @example("\U0001f600\U0001f600".encode(), range(8))
 @example(b"\xf0\x9f\x98\xf0\x9f\x98\x80", range(7))
 def test_any_bytes_in_any_pieces(data, where):
+    """T01: characters broken between tokens."""
     check_utf8_stream(cut(data, where))
 
 
@@ -826,6 +865,7 @@ def test_every_way_to_cut_a_few_characters():
 
 
 def test_a_character_of_several_tokens_comes_whole_and_at_once(gpt2):
+    """T01: a finished character that waits for the next one."""
     # the grinning face is F0 9F 98 | 80, and each of the two Chinese characters is two tokens
     assert stream_text(gpt2, [47249, 222])[0] == ["", "\U0001f600", ""]
     assert stream_text(gpt2, [19526, 254, 25001, 121])[0] == ["", "\u4f60", "", "\u597d", ""]
@@ -917,6 +957,7 @@ STOP_INPUTS = [
 
 @pytest.mark.parametrize("stops, text, wanted", STOP_INPUTS)
 def test_stop_strings_at_every_cut(stops, text, wanted):
+    """T11: stop strings across the borders of pieces."""
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
             assert check_stops(stops, [text[:first], text[first:second], text[second:]]) == wanted
@@ -969,11 +1010,13 @@ def test_nothing_is_shown_after_a_stop():
 
 @pytest.mark.parametrize("stops", [[""], ["a", ""]])
 def test_an_empty_stop_is_refused(stops):
+    """T11: an empty stop string."""
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(stops)
 
 
 def test_stops_across_the_borders_of_tokens(gpt2):
+    """T11: a stop string of several tokens."""
     vocab, _ = vocab_and_merges(GPT2)
     ids = [vocab[token] for token in ("\u0120DEF", "GH", "IJ")]
     assert stream_text(gpt2, ids, ["DEFGHIJ"]) == ([" ", "", ""], "DEFGHIJ")
@@ -990,6 +1033,7 @@ def test_stops_across_the_borders_of_tokens(gpt2):
 
 
 def test_streamed_stops_are_the_stops_of_the_whole_text(gpt2, golden):
+    """T11: streamed and whole texts that stop elsewhere."""
     rng = random.Random(2)
     for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[300::9]:
         start = rng.randrange(len(text))

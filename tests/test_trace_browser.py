@@ -1,0 +1,192 @@
+"""The trace's page in a real browser: headless Chromium, driven by selenium, on files made with the bundled models.
+
+Skipped where either is not installed, unless MINIGEN_BROWSER=required says that they must be.
+"""
+
+import json
+import os
+import re
+
+import pytest
+
+import minigen
+from tests.chromium import MISSING, show, start
+
+if "selenium" not in MISSING:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+REQUIRED = os.environ.get("MINIGEN_BROWSER") == "required"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(MISSING) and not REQUIRED, reason=f"not installed: {', '.join(MISSING)}"),
+]
+
+NASTY = "He </script><script>alert(1)</script><img src=x onerror=alert(2)> \u2028 \0 \"' \u202e \U0001f600 said"
+KINDS = {
+    "plain": {"max_tokens": 40, "seed": 1},
+    "every filter": {"max_tokens": 12, "seed": 3, "top_k": 40, "min_p": 0.01, "typical_p": 0.95}
+    | {"repetition_penalty": 1.2, "presence_penalty": 0.1, "no_repeat_ngram_size": 3, "temperature": 1.2},
+    "beams": {"max_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
+    "speculation": {"max_tokens": 40, "seed": 1, "draft_model": "distilfairytale"},
+    "window": {"max_tokens": 90, "seed": 1, "window": 16, "ignore_eos": True},
+    "nasty": {"max_tokens": 4, "seed": 1},
+    "one token": {"max_tokens": 0, "seed": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if MISSING:
+        pytest.fail(f"MINIGEN_BROWSER is required, but these are not installed: {', '.join(MISSING)}")
+    driver = start()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """kind -> the file of a run and its data."""
+    folder, made = tmp_path_factory.mktemp("pages"), {}
+
+    def page(kind):
+        if kind not in made:
+            options = dict(KINDS[kind])
+            if "draft_model" in options:
+                options["draft_model"] = minigen.load(options["draft_model"])
+            prompt = NASTY if kind == "nasty" else "Once" if kind == "one token" else "Once upon a time"
+            file = folder / f"{kind.replace(' ', '_')}.html"
+            done = minigen.trace(*minigen.load(), prompt, file, **options)
+            html = file.read_text(encoding="utf-8")
+            made[kind] = file, json.loads(re.search('id="data">(.*?)</script>', html, re.DOTALL)[1]), done
+        return made[kind]
+
+    return page
+
+
+def text(browser, id):
+    return browser.find_element(By.ID, id).text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_runs_without_an_error_asks_nobody_and_fits_a_phone(browser, pages, kind):
+    file, data, _ = pages(kind)
+    show(browser, file, width=375)
+    for index in range(0, len(data["rows"][0]["ids"]), 15):
+        browser.execute_script("chooseToken(arguments[0])", index)
+    for step in range(0, len(data["steps"]), 15):
+        browser.execute_script("chooseStep(arguments[0])", step)
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 375
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert asked == [file.as_uri()]
+    assert browser.execute_script("return document.scripts.length") == 2
+
+
+def test_the_policy_forbids_requests(browser, pages):
+    show(browser, pages("plain")[0])
+    script = "const done = arguments[0]; fetch('https://example.org').then(() => done('sent'), () => done('refused'))"
+    assert browser.execute_async_script(script) == "refused"
+    assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
+
+
+def test_a_click_shows_the_candidates(browser, pages):
+    file, data, _ = pages("plain")
+    show(browser, file)
+    index = next(choice["at"] for choice in data["choices"] if choice["u"] is not None)
+    browser.find_elements(By.CSS_SELECTOR, "#text .token")[index].click()
+    choice = data["choices"][index - data["rows"][0]["n_prompt"]]
+    assert text(browser, "choice-title").startswith(f"Token {index}: ")
+    rows = browser.find_elements(By.CSS_SELECTOR, "#choice tbody tr")
+    assert len(rows) == len(choice["candidates"])
+    for row, (token, _, values) in zip(rows, choice["candidates"], strict=True):
+        cells = [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
+        assert data["vocabulary"][str(token)].strip() in cells[0].replace("↵", "\n")
+        assert float(cells[1].removeprefix("≈")) == pytest.approx(values[0], rel=0.6)
+        assert ("✕" in "".join(cells) or "·" in cells) == (values[-1] == 0)
+    assert str(choice["u"]) in text(browser, "choice")
+    needle = browser.find_element(By.CSS_SELECTOR, "#choice .bar line")
+    assert float(needle.get_attribute("x1")) == pytest.approx(600 * choice["u"])
+
+
+def test_the_keyboard_reaches_all(browser, pages):
+    file, data, _ = pages("plain")
+    show(browser, file)
+    focused = "return document.activeElement"
+    browser.execute_script("document.querySelector(\"#text [tabindex='0']\").focus()")
+    for key, expected in ((Keys.END, len(data["rows"][0]["ids"]) - 1), (Keys.HOME, 0), (Keys.ARROW_RIGHT, 1)):
+        browser.switch_to.active_element.send_keys(key)
+        assert text(browser, "choice-title").startswith(f"Token {expected}: ")
+        assert browser.execute_script(focused).get_attribute("data-item") == str(expected)
+    # Tab goes on to the slider's row, whose arrows move the ring, and to the heads.
+    browser.find_element(By.ID, "step").send_keys(Keys.END)
+    assert text(browser, "step-text").startswith(f"Step {len(data['steps'])} of ")
+    browser.execute_script("document.querySelector(\"#heads [tabindex='0']\").focus()")
+    browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    assert browser.execute_script(focused).get_attribute("aria-label").startswith("layer 0, head 0")
+    assert "layer 0, head 0" in text(browser, "attention-text")
+    # One item of each group is in the order of Tab, and everything that can be pressed has a name.
+    for group in ("#text", "#heads"):
+        assert len(browser.find_elements(By.CSS_SELECTOR, f"{group} [tabindex='0']")) == 1
+    for element in browser.find_elements(By.CSS_SELECTOR, "button, input, select, [role=option]"):
+        assert element.accessible_name.strip() or not element.is_displayed(), element.get_attribute("outerHTML")
+
+
+def test_the_ring_shows_what_is_visible(browser, pages):
+    file, data, _ = pages("window")
+    show(browser, file)
+    browser.execute_script("chooseStep(arguments[0])", len(data["steps"]) - 1)
+    ring = data["steps"][-1]["rows"]["0"]
+    kinds = browser.execute_script("return [...document.querySelectorAll('.slot')].map((slot) => slot.classList[1])")
+    assert len(kinds) == data["steps"][-1]["capacity"] == 16 + 63
+    assert (kinds.count("written"), kinds.count("visible"), kinds.count("hidden")) == (1, 15, 63)
+    assert kinds.index("written") == (ring["length"] - 1) % 79
+    assert f"{ring['length'] - 1 - 79}, which the window has left behind" in text(browser, "step-text")
+
+
+def test_speculation_shows_each_draft(browser, pages):
+    file, _, done = pages("speculation")
+    show(browser, file)
+    stats = done[0].speculation
+    found = browser.find_elements(By.CSS_SELECTOR, "#rounds .draft:not(.own)")
+    marks = [element.text[:1] for element in found]
+    assert (len(found), marks.count("✓")) == (stats.drafted, stats.accepted)
+    rejected = next(element for element in found if element.text.startswith("✗"))
+    rejected.click()
+    assert "✗ rejected" in text(browser, "choice")
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#rounds li.now")) == 1
+    # The step after it takes the rejected tokens back.
+    browser.execute_script("chooseStep(view.step + 1)")
+    assert "taken back" in text(browser, "step-text")
+    assert browser.find_elements(By.CSS_SELECTOR, ".slot.undone")
+
+
+def test_the_tree_shows_each_beam(browser, pages):
+    file, data, done = pages("beams")
+    show(browser, file)
+    entries = [entry for step in data["beams"] for entry in step["candidates"]]
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree circle")) == 1 + sum("row" in entry for entry in entries)
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree .ended")) == sum("score" in entry for entry in entries)
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree .path")) == len(done[0].token_ids)
+    select = browser.find_element(By.ID, "row")
+    select.send_keys(Keys.ARROW_DOWN)
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#tree .path")) == len(done[1].token_ids)
+
+
+def luminance(colour):
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark_can_be_read(browser, pages, dark):
+    show(browser, pages("speculation")[0], dark=dark)
+    colour = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    card = luminance(browser.execute_script(colour, ".card", "backgroundColor"))
+    assert card < 0.05 if dark else card > 0.9
+    for selector in ("#text", ".muted", ".draft.yes", ".draft.no", "td.cut", "#text .token"):
+        ink = luminance(browser.execute_script(colour, selector, "color"))
+        # WCAG's contrast for text; it asks for 4.5.
+        assert (max(ink, card) + 0.05) / (min(ink, card) + 0.05) >= 4.5, selector
