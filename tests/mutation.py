@@ -6,8 +6,8 @@ A NAME is a file of `TESTS` without its ending, or the beginning of a mutant's n
 makes the mutants: a copy of the file in which every function has all its mutants beside it and a switch between them.
 (It leaves alone what stands outside functions, functions with a decorator, and calls of len and isinstance.) Imports
 and collection are paid once: each mutant runs in a fork, with the tests that call its function, the quickest first,
-until one fails. What is printed are the mutants that no test noticed. Mutants that differ in the wording of a sentence
-alone are counted, but not run.
+until one fails. (That a test calls it in a process of its own is not seen.) What is printed are the mutants that no
+test noticed. Mutants that differ in the wording of a sentence alone are counted, but not run.
 """
 
 import argparse
