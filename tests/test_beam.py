@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from minigen.api import generate, stream
+from minigen.beam import BeamConfig
 from minigen.cache import KVCache
 from minigen.model import GPT2, GPT2Config
 from tests.golden.make_beam import load_case
@@ -977,7 +978,7 @@ def test_a_stream_gives_the_texts_token_by_token():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 0}, "num_beams is 0; .* 1 or more"),
         ({"num_beams": -2}, "num_beams is -2"),
         ({"num_beams": 2.0}, "num_beams is 2.0"),
         ({"num_beams": "3"}, "num_beams is '3'"),
@@ -985,12 +986,14 @@ def test_a_stream_gives_the_texts_token_by_token():
         ({"num_beams": None}, "num_beams is None"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences is 3.*2"),
         ({"num_beams": 2, "num_return_sequences": 0}, "num_return_sequences is 0"),
-        ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty is nan"),
+        ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty is nan; .* -10 to 10"),
+        ({"num_beams": 2, "length_penalty": 10.5}, "length_penalty is 10.5; .* -10 to 10"),
+        ({"num_beams": 2, "length_penalty": -10.5}, "length_penalty is -10.5; .* -10 to 10"),
         ({"num_beams": 2, "length_penalty": math.inf}, "length_penalty is inf"),
         ({"num_beams": 2, "length_penalty": "1"}, "length_penalty is '1'"),
         ({"num_beams": 2, "length_penalty": True}, "length_penalty is True"),
         ({"num_beams": 2, "length_penalty": None}, "length_penalty is None"),
-        ({"num_beams": 2, "early_stopping": "always"}, "early_stopping is 'always'"),
+        ({"num_beams": 2, "early_stopping": "always"}, "early_stopping is 'always'; .* True, False .* \"never\""),
         ({"num_beams": 2, "early_stopping": None}, "early_stopping is None"),
         ({"num_beams": 2, "early_stopping": 1}, "early_stopping is 1"),
         ({"num_beams": 2, "temperature": 1.0}, "temperature is 1.0.*beam"),
@@ -1017,6 +1020,29 @@ def test_what_cannot_be_done_is_said_at_once(options, words):
     assert model.calls == []
 
 
+@pytest.mark.parametrize("V", [4, 5, 6, 7, 8, 9, 13])
+@pytest.mark.parametrize("num_beams", [2, 3])
+def test_two_steps_where_a_step_has_about_as_many_candidates_as_there_are_tokens(V, num_beams):
+    # By the definition: the best first tokens, then the best of everything that may follow them.
+    for seed in range(5):
+        table = random_table(V, seed)
+        first = sorted(((math.log(p), token) for token, p in enumerate(table(()))), reverse=True)[:num_beams]
+        texts = [(total + math.log(p), [a, b]) for total, a in first for b, p in enumerate(table((a,)))]
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_tokens": 2}
+        found = generate(TableModel(table, V, ()), LETTERS, [[0]], **options)
+        assert [text.token_ids for text in found] == [ids for _, ids in sorted(texts, reverse=True)[:num_beams]]
+
+
+def test_defaults_are_those_of_transformers():
+    assert BeamConfig() == BeamConfig(num_beams=1, length_penalty=1.0, early_stopping=False)
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    for options in ({"num_beams": 1}, {"length_penalty": 10}, {"length_penalty": -10.0}, {"early_stopping": "never"}):
+        ((name, value),) = options.items()
+        assert getattr(BeamConfig(**options), name) == value
+
+
 def test_a_draft_model_and_beams_do_not_go_together():
     model = TableModel(random_table(5, 0), 5, (4,))
     with pytest.raises(ValueError, match=r"num_beams is 3.*speculation"):
@@ -1034,7 +1060,7 @@ def test_logits_that_are_not_numbers_are_named(broken):
 
 
 def test_nothing_to_go_on_with_is_named():
-    with pytest.raises(ValueError, match="token 1 "):
+    with pytest.raises(ValueError, match=r"token 1 .*-inf"):
         generate(
             TableModel(random_table(4, 0), 4, (3,)),
             LETTERS,
@@ -1043,7 +1069,7 @@ def test_nothing_to_go_on_with_is_named():
             logit_bias=dict.fromkeys(range(4), -math.inf),
         )
     # Three tokens are left and none may come twice.
-    with pytest.raises(ValueError, match="token 4 "):
+    with pytest.raises(ValueError, match=r"token 4 .*-inf"):
         generate(TableModel(random_table(4, 0), 4, ()), LETTERS, [[3]], num_beams=2, no_repeat_ngram_size=1)
 
 

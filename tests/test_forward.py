@@ -792,10 +792,63 @@ def test_any_series_of_extend_truncate_and_select_equals_a_plain_list(seed, wind
     assert refused >= 3  # the limits were met
 
 
-@pytest.mark.parametrize(("capacity", "window"), [(0, None), (-1, None), (8, 0), (8, 9), (8, -2)])
-def test_a_cache_of_no_use_is_refused(capacity, window):
-    with pytest.raises(ValueError, match=str(capacity if window is None else window)):
+@pytest.mark.parametrize(
+    ("capacity", "window", "said"),
+    [
+        (0, None, ["capacity is 0;", "1 or more"]),
+        (-1, None, ["capacity is -1;", "1 or more"]),
+        (2.5, None, ["capacity is 2.5;", "1 or more"]),
+        (8, 0, ["window is 0;", "from 1 to", " 8"]),
+        (8, 9, ["window is 9;", "from 1 to", " 8"]),
+        (8, -2, ["window is -2;", "from 1 to", " 8"]),
+        (8, 2.5, ["window is 2.5;", "from 1 to", " 8"]),
+    ],
+)
+def test_a_cache_of_no_use_is_refused(capacity, window, said):
+    with pytest.raises(ValueError) as error:
         KVCache(2, 2, 4, capacity, window=window)
+    assert all(part in str(error.value) for part in said), error.value
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_the_smallest_cache_holds_one_token(window):
+    cache = KVCache(1, 1, 1, capacity=1, window=window)
+    assert cache.extend(np.array([[0]])).used == 1 and cache.length.tolist() == [1]
+    assert cache.max_chunk == (0 if window is None else 1)
+
+
+def test_what_a_cache_refuses_is_named():
+    """The row at fault, what it holds and what would fit."""
+    cache = KVCache(1, 1, 1, capacity=6, batch=3)
+    cache.extend(np.array([[-1, -1, 0], [0, 1, 2], [-1, 0, 1]]))
+    with pytest.raises(ValueError, match=r"\b4 more tokens after 3\b.*\bcache of 6 slots"):
+        cache.extend(np.array([[1, 2, 3, 4], [3, 4, 5, 6], [2, 3, 4, 5]]))
+    with pytest.raises(ValueError, match=r"\[1, 3, 3\].*\[1, 3, 2\]"):
+        cache.truncate([1, 3, 3])
+    with pytest.raises(ValueError, match=r"first 2 positions.*\[1, 3, 2\]"):
+        cache.prefix(0, 2)
+    for length in (1.0, [1.0, 1.0, 1.0], "1", True):
+        with pytest.raises(ValueError) as error:
+            cache.truncate(length)
+        assert str(error.value).startswith(f"length is {length!r};") and "whole number" in str(error.value)
+    for rows in ([0, 3], [-1], [0.0], [True]):
+        with pytest.raises(ValueError) as error:
+            cache.select(rows)
+        assert str(error.value).startswith(f"rows is {rows};") and "from 0 to 2" in str(error.value)
+    cache.select(np.array([2, 0], np.uint8))
+    cache.truncate(np.uint8(1))
+    assert cache.length.tolist() == [1, 1]
+    cache.select([])
+    assert cache.batch == 0 and cache.keys[0].shape == cache.values[0].shape == (0, 1, 1, 6)
+    cache.select([])  # no rows of none
+
+    ring = KVCache(1, 1, 1, capacity=5, batch=2, window=4)
+    for at in range(8):
+        ring.extend(np.array([[-1], [at]]))
+    with pytest.raises(ValueError, match=r"\b3 more tokens after 8\b.*window of 4 of 5 slots"):
+        ring.extend(np.array([[-1, -1, 0], [8, 9, 10]]))
+    with pytest.raises(ValueError, match=r"row 1 from 8 to 5 tokens.* 5 slots.* window of 4\b"):
+        ring.truncate([0, 5])
 
 
 # ---- rubbish in the buffers --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ with fixed seeds. Outcomes that hang on rounding are left out of the inputs inst
 
 import itertools
 import math
+import re
 from pathlib import Path
 from statistics import NormalDist
 
@@ -456,6 +457,17 @@ def test_top_p_at_exact_borders():
         assert kept_ids(keep_top_p(row(-INF, 2, 2, -INF, 2, 2), top_p)) == [1, 2, 4, 5][:n]
 
 
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
+def test_top_p_adds_up_many_small_weights(p):
+    # One token of weight 1 and 50,000 of about a third: in float32 their running sum would drift.
+    small = np.float32(-1.1)
+    weight = float(np.exp(small))
+    total = 1 + 50_000 * weight
+    n = 1 + math.ceil((p * total - 1) / weight)  # the first n - 1 have less than p, n tokens at least p
+    found = np.count_nonzero(keep_top_p(row(0, *[small] * 50_000), p) > -INF)
+    assert abs(found - n) <= 1  # the weight may be rounded otherwise
+
+
 def test_top_p_keeps_one_where_the_first_already_crosses():
     assert kept_ids(keep_top_p(row(0, 50, 0), 1e-6)) == [1]
     assert kept_ids(keep_top_p(row(0, 50, 0), 0.999)) == [1]
@@ -637,6 +649,10 @@ def test_log_softmax():
     wide = many.astype(np.float64)
     expected = wide - 30 - math.log(math.fsum(np.exp(wide - 30)))
     np.testing.assert_allclose(log_softmax(many), expected, rtol=0, atol=2e-7)
+    for seed in range(8):  # a sum in float32 would be off by up to 3.5e-8 here
+        x = (np.random.default_rng(seed).normal(0, 3, 50_257)).astype(np.float32)
+        wide = x.astype(np.float64)
+        assert abs(log_softmax(x)[0] - (wide[0] - math.log(math.fsum(np.exp(wide))))) < 1.5e-8
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -833,7 +849,7 @@ NUMBERS_REFUSED = [NAN, INF, -INF, True, False, np.True_, "0.5", None, 1j, [0.5]
 INTEGERS_REFUSED = [NAN, INF, True, False, np.True_, "1", None, 2.5, np.float32(1.5), -1, -100, [1]]
 RANGES = {  # option -> (refused beyond the above, accepted, what the message says of the range)
     "temperature": ([-1, -0.1, -1e-300], [0, 0.0, 1e-38, 0.7, 1, 100.0, np.float32(0.5), np.int64(2)], ["0"]),
-    "top_p": ([-0.1, 1.0001, 2, 50], [1e-9, 0.5, 1, 1.0, np.float64(0.9)], ["0", "1"]),
+    "top_p": ([-0.1, 1.0001, 2, 50], [0, 0.0, 1e-9, 0.5, 1, 1.0, np.float64(0.9)], ["0", "1"]),
     "min_p": ([-0.1, 1.1, 2], [0, 0.0, 1e-9, 0.5, 1, 1.0], ["0", "1"]),
     "typical_p": ([-0.1, 0, 0.0, 1.1], [1e-9, 0.5, 1, 1.0], ["0", "1"]),
     "repetition_penalty": (
@@ -867,50 +883,56 @@ def test_option_ranges(name):
         assert getattr(SamplingConfig(**{name: value}), name) == value
 
 
+NUMBER_RANGE = ["-1e30", "1e30", "-inf"]
+
+
 @pytest.mark.parametrize(
-    "bias",
+    "bias, said",
     [
-        {0: NAN},
-        {0: INF},
-        {0: "1"},
-        {0: None},
-        {0: True},
-        {-1: 1.0},
-        {1.5: 1.0},
-        {"the": 1.0},
-        {True: 1.0},
-        {3: 1.0, 4: NAN},
-        [(0, 1.0)],
-        None,
-        5,
+        ({0: NAN}, ["0", "nan", *NUMBER_RANGE]),
+        ({0: INF}, ["0", " inf;", *NUMBER_RANGE]),
+        ({0: "1"}, ["0", "'1'", *NUMBER_RANGE]),
+        ({0: None}, ["0", "None", *NUMBER_RANGE]),
+        ({0: True}, ["0", "True", *NUMBER_RANGE]),
+        ({0: 1.1e30}, ["0", "1.1e+30", *NUMBER_RANGE]),
+        ({0: -1.1e30}, ["0", "-1.1e+30", *NUMBER_RANGE]),
+        ({-1: 1.0}, ["-1", "0 or more"]),
+        ({1.5: 1.0}, ["1.5", "0 or more"]),
+        ({"the": 1.0}, ["'the'", "0 or more"]),
+        ({True: 1.0}, ["True", "0 or more"]),
+        ({3: 1.0, 4: NAN}, ["4", "nan", *NUMBER_RANGE]),
+        ([(0, 1.0)], ["logit_bias is [(0, 1.0)];", "mapping"]),
+        (None, ["logit_bias is None;", "mapping"]),
+        (5, ["logit_bias is 5;", "mapping"]),
     ],
 )
-def test_bad_logit_bias_is_refused(bias):
-    with pytest.raises(ValueError, match="logit_bias"):
+def test_bad_logit_bias_is_refused(bias, said):
+    with pytest.raises(ValueError) as error:
         SamplingConfig(logit_bias=bias)
+    assert all(part in str(error.value) for part in ["logit_bias", *said]), error.value
 
 
 def test_good_logit_bias_is_accepted():
-    for bias in ({}, {0: 1}, {0: -INF, 5: -2.5}, {np.int64(3): np.float32(1.5)}):
+    for bias in ({}, {0: 1}, {0: -INF, 5: -2.5}, {1: 1e30, 2: -1e30}, {np.int64(3): np.float32(1.5)}):
         assert SamplingConfig(logit_bias=bias).logit_bias == bias
 
 
 def test_logit_bias_outside_the_vocabulary_is_refused():
     assert run([0.0, 1.0], logit_bias={1: -INF}).tolist() == [1.0, 0.0]
     for token in (2, 100):
-        with pytest.raises(ValueError, match=str(token)):
+        with pytest.raises(ValueError, match=f"logit_bias.* {token}, .* 0 to 1$"):
             run([0.0, 1.0], logit_bias={token: 1.0})
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", None, np.True_])
 def test_ignore_eos_is_true_or_false(value):
-    with pytest.raises(ValueError, match="ignore_eos"):
+    with pytest.raises(ValueError, match=rf"^ignore_eos .*{re.escape(repr(value))}.*True.*False"):
         SamplingConfig(ignore_eos=value)
 
 
 @pytest.mark.parametrize("processors", [5, "ab", (None,), (lambda history, logits: logits, 3), None, lambda h, x: x])
 def test_bad_processors_are_refused(processors):
-    with pytest.raises(ValueError, match="logits_processors"):
+    with pytest.raises(ValueError, match=rf"^logits_processors .*{re.escape(repr(processors))}.*callable"):
         SamplingConfig(logits_processors=processors)
 
 
@@ -943,6 +965,21 @@ def test_no_distribution_is_an_error(temperature, extra):
     ):
         with pytest.raises(ValueError):
             run([1.0, 2.0], [0, 1, 0], 1, temperature=temperature, **options | extra)
+
+
+@pytest.mark.parametrize("n_generated", [0, 1, 4])
+def test_the_error_names_the_token_and_what_is_wrong(n_generated):
+    """Tokens are counted from 1: with none generated, it is the first that cannot be chosen."""
+    ids = [0] * (2 + n_generated)
+    for logits, fault in (([-INF, -INF], "-inf"), ([1, NAN], "nan"), ([INF, 1], " inf")):
+        for temperature in (0, 1):
+            with pytest.raises(ValueError, match=rf"\btoken {n_generated + 1}\b.*{fault}"):
+                run(logits, ids, 2, temperature=temperature)
+    for result in (np.zeros(3, np.float32), [0.0, 0.0], np.array(["a", "b"]), np.array([1j, 2j]), None):
+        with pytest.raises(ValueError) as error:
+            run([1.0, 2.0], ids, 2, logits_processors=(lambda history, logits, result=result: result,))
+        message = str(error.value)
+        assert f"token {n_generated + 1}:" in message and repr(result) in message and " 2 logits" in message
 
 
 @pytest.mark.parametrize("temperature", [1e10, 1e38, 1e39, 1e308])

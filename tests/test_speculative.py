@@ -661,6 +661,14 @@ def test_verify_takes_no_uniform_for_what_is_certain():
     assert verify(0, np.array([0, 0.5, 0.5]), Q, Given(0.7)) == (2, False)  # p = 0: only the replacement is drawn
 
 
+def test_verify_where_p_and_q_differ_by_rounding_alone():
+    # The token is rejected by a hair, and max(p - q, 0) leaves nothing to replace it by: then p is drawn from.
+    p, q, almost_one = np.array([0.5, 0.5]), np.array([0.5 + 2**-51, 0.5]), 1 - 2**-53
+    assert q[0] > p[0] and almost_one * q[0] > p[0]
+    assert verify(0, p, q, Given(almost_one, 0.25)) == (0, False)
+    assert verify(0, p, q, Given(almost_one, 0.75)) == (1, False)
+
+
 @given(st.integers(2, 6), st.integers(0, 2**32 - 1))
 @settings(deadline=None, derandomize=True, database=None, max_examples=200)
 def test_verify_gives_p_for_any_pair(V, seed):
@@ -1224,6 +1232,17 @@ def test_context_shift_together_with_speculation(k, window, keep):
                 assert done.speculation.accepted == done.speculation.drafted > 0
 
 
+@pytest.mark.parametrize("n_positions", [2, 3, 4])
+def test_shifts_that_drop_one_or_two_tokens(n_positions):
+    letters, model = Letters(61), tiny_model(12, n_positions=n_positions)
+    for keep in {0, (n_positions - 1) // 2}:
+        options = dict(temperature=0, max_tokens=40, context_shift=True, keep=keep, frequency_penalty=0.5)  # no loops
+        plain = generate_one(model, letters, [5], **options)
+        for k in (1, 2, 3):
+            done = generate_one(model, letters, [5], draft_model=(model, letters), num_draft_tokens=k, **options)
+            assert same_outcome(done, plain)
+
+
 def test_caches_are_empty_after_a_shift():
     for k in (2, 4, 14):
         model = tiny_model(12, n_positions=16)
@@ -1481,6 +1500,18 @@ def auto_rounds(monkeypatch, model, draft, *, target_cost, draft_cost, prompt=(0
     return done, rounds
 
 
+def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
+    clock, letters, model = Clock(), Letters(8), oracle(8, 1)
+    monkeypatch.setattr(speculative, "time", clock)
+    draft = timed(model, clock, 0.5), letters
+    target = timed(model, clock, 10)
+    done = generate_one(target, letters, [0, 1], draft_model=draft, num_draft_tokens=3, temperature=0, max_tokens=50)
+    stats = done.speculation
+    assert stats.target_passes > 5 and stats.drafted > 20
+    assert stats.target_seconds == 10 * stats.target_passes  # without the prompt's
+    assert stats.draft_seconds == 0.5 * stats.drafted
+
+
 def test_auto_drafts_much_where_drafts_are_right_and_cheap(monkeypatch):
     model = oracle(8, 1)
     done, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(0.5,))
@@ -1551,6 +1582,54 @@ def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
         if n >= 100:
             tokens, seconds = tokens + accepted + 1, seconds + 1 + draft_cost * k
     assert tokens / seconds > 0.9 * max(map(speed, range(DraftLength.MOST + 1)))
+
+
+def test_auto_keeps_running_means():
+    # By hand: the first value as it is, then nine parts of the old and one of the new. Acceptance starts at 0.7 and
+    # takes a 1 for each accepted draft and a 0 for the first rejected one.
+    length = DraftLength()
+    length.record(0, 0, 5.0, 8.0)
+    assert (length.acceptance, length.draft_seconds, length.target_seconds) == (0.7, 0.0, {0: 8.0})
+    length.record(4, 2, 4.0, 10.0)
+    assert length.acceptance == pytest.approx(((0.7 * 0.9 + 0.1) * 0.9 + 0.1) * 0.9)
+    assert (length.draft_seconds, length.target_seconds) == (1.0, {0: 8.0, 4: 10.0})
+    before = length.acceptance
+    length.record(4, 4, 8.0, 20.0)
+    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
+    assert length.draft_seconds == pytest.approx(0.9 * 1.0 + 0.1 * 2.0)
+    assert length.target_seconds == pytest.approx({0: 8.0, 4: 11.0})
+    length.record(0, 0, 5.0, 18.0)
+    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
+    assert length.draft_seconds == pytest.approx(1.1)
+    assert length.target_seconds == pytest.approx({0: 9.0, 4: 11.0})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_auto_chooses_the_best_of_the_formula(seed):
+    # Seconds of passes that were not measured lie on a line between those that were; beyond them, they stay the same.
+    rng = np.random.default_rng(seed)
+    length, plain, four = DraftLength(), *rng.uniform(1, 3, 2)
+    assert length.choose() == 0
+    length.record(0, 0, 0.0, plain)
+    assert length.choose() == 4
+    length.record(4, 4, 4 * rng.uniform(0.01, 0.5), four)
+    length.acceptance = a = rng.uniform(0.3, 1)
+    seconds = [plain + (four - plain) * min(k, 4) / 4 + k * length.draft_seconds for k in range(9)]
+    speeds = [sum(a**i for i in range(k + 1)) / seconds[k] for k in range(9)]
+    first, second = sorted(speeds)[-1:-3:-1]
+    assert first > second * 1.0001, "too near to tell"
+    assert length.choose() == speeds.index(first)
+
+
+def test_auto_tries_drafts_again_after_every_32nd_plain_round():
+    length = DraftLength()
+    length.record(0, 0, 0.0, 1.0)
+    length.record(4, 0, 40.0, 1.0)  # a draft that is dear
+    assert [length.choose() for _ in range(192)] == ([0] * 31 + [4]) * 6
+    length.draft_seconds, length.acceptance = 0.001, 1.0
+    assert length.choose() == 8
+    length.draft_seconds = 10.0
+    assert [n for n in range(1, 100) if length.choose()] == [32, 64, 96]  # counted from the last draft
 
 
 def test_auto_on_the_bundled_pair(pair):
@@ -1662,14 +1741,28 @@ def test_refusals(options, named):
 )
 def test_refusals_without_a_draft_model(options, named):
     model, letters = tiny_model(24, vocab_size=8), Letters(8)
-    prompts = options.pop("prompts", "a")
+    options = {"prompts": "a"} | options
     with pytest.raises(ValueError, match=named):
-        stream(model, letters, prompts, **options)
+        stream(model, letters, **options)
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])
+@pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
+def test_config_says_what_it_refuses(name, value):
+    least = 0 if name == "prompt_lookup_num_tokens" else 1
+    if (type(value) is int and value >= least) or (name, value) == ("num_draft_tokens", "auto"):
+        assert getattr(SpeculationConfig(**{name: value}), name) == value
+        return
+    with pytest.raises(ValueError) as error:
+        SpeculationConfig(**{name: value})
+    start, allowed = f"{name} is {value!r}; ", str(error.value).partition("; ")[2]
+    assert str(error.value).startswith(start) and f" {least} or more" in allowed
+    assert ("auto" in allowed) == (name == "num_draft_tokens")
 
 
 def test_config_takes_what_it_should():
     assert SpeculationConfig(num_draft_tokens="auto", prompt_lookup_num_tokens=9, max_matching_ngram_size=3)
-    assert SpeculationConfig().num_draft_tokens == 4
+    assert SpeculationConfig() == SpeculationConfig(4, 0, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

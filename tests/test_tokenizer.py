@@ -323,7 +323,7 @@ def test_a_padded_vocabulary_has_ids_without_text():
 
 @pytest.mark.parametrize("token", [-1, 50257, 10**9])
 def test_an_id_outside_the_vocabulary_is_refused(gpt2, token):
-    with pytest.raises(ValueError, match=str(token)):
+    with pytest.raises(ValueError, match=rf" {token} .* 0 to 50256$"):
         gpt2.token_bytes(token)
     with pytest.raises(ValueError, match=str(token)):
         gpt2.decode([32, token])
@@ -422,26 +422,26 @@ def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "merges, texts",
+    "merges, texts, named",
     [
         # two pairs that make the same token
-        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"]),
+        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"], "'aaa'"),
         # a pair that uses a token which only a later line makes
-        (["ab c", "a b"], ["abc", "abcab"]),
+        (["ab c", "a b"], ["abc", "abcab"], "'ab'"),
         # a pair that an earlier line always splits: its token must not come of other parts
-        (["a b", "b c", "a bc"], ["abc", "xabcx"]),
-        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"]),
+        (["a b", "b c", "a bc"], ["abc", "xabcx"], "'bc'"),
+        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"], "'aa'"),
     ],
     ids=["two pairs", "before its parts", "split", "split by itself"],
 )
-def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts):
+def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts, named):
     tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
     vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(tokens)}
     write_bpe(tmp_path, vocab, merges)
     try:
         tokenizer = Tokenizer.from_folder(tmp_path)
     except ValueError as error:
-        assert str(tmp_path) in str(error)
+        assert str(tmp_path) in str(error) and named in str(error)
         return
     for text in texts:
         assert tokenizer.encode(text) == slow_encode(text, vocab, merges), text
@@ -610,6 +610,22 @@ def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network
         assert tokenizer.encode(text) == ids, repr(text)
 
 
+def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
+    content = tokenizer_json(bytes_vocab() | {"ab": 257}, ["a b"])
+    del content["model"]["type"], content["added_tokens"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.from_folder(tmp_path).encode("ab" + END) == [257, 256]
+
+
+@pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
+def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
+    write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
+    for name in {"vocab.json", "merges.txt"} - {left}:
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(bytes_vocab() | {"ba": 257}, ["b a"])))
+    assert Tokenizer.from_folder(tmp_path).encode("abba") == [97, 98, 257]
+
+
 # ---------------------------------------------------------------------------------------- broken files
 
 
@@ -659,6 +675,8 @@ BROKEN = {
         "a fraction for an id": bytes_with('"a": 97.5'),
         "a negative id": bytes_with('"a": -97'),
         "one id for two": bytes_with('"a": 98'),
+        "a character that spells no byte": bytes_with('"a": 97, "\\u00ad": 257'),
+        "a space, which spells no byte": bytes_with('"a": 97, " b": 257'),
         "a byte is missing": bytes_with('"aa": 97'),
     },
     "merges.txt": {
@@ -684,14 +702,38 @@ BROKEN = {
 }
 
 
+SAID = {  # fault -> what the message has to say of it
+    ("vocab.json", "text for an id"): ["'a'", "'97'"],
+    ("vocab.json", "null for an id"): ["'a'", "None"],
+    ("vocab.json", "a fraction for an id"): ["'a'", "97.5"],
+    ("vocab.json", "a negative id"): ["'a'", "-97"],
+    ("vocab.json", "one id for two"): [" id"],
+    ("vocab.json", "a byte is missing"): [" 255 ", " 256 "],
+    ("merges.txt", "the product is no token"): ["'ab'"],
+    ("added_tokens.json", "text for an id"): ["'<x>'", "'257'"],
+    ("added_tokens.json", "a negative id"): ["'<x>'", "-1"],
+    ("added_tokens.json", "an empty token"): ["''", "257"],
+}
+
+
 @pytest.mark.parametrize("name, fault", [(name, fault) for name, faults in BROKEN.items() for fault in faults])
 def test_a_broken_file_is_named(tmp_path, name, fault):
     write_bpe(tmp_path, bytes_vocab(), [])
     (tmp_path / name).write_bytes(BROKEN[name][fault])
     with pytest.raises((ValueError, OSError)) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert name in message and "\n" not in message
+    fact = message.split(name, 1)[1]  # the folder's name could have anything in it
+    assert all(part in fact for part in SAID.get((name, fault), [])), message
+
+
+def test_only_the_symbols_of_bytes_count_as_bytes():
+    vocab = bytes_vocab() | {"bc": 257, chr(256 + 68): 258}  # what a 257th byte would be spelled as
+    assert Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258}).encode("abc") == [97, 257]
+    del vocab["a"]
+    with pytest.raises(ValueError, match=" 255 of the 256 bytes"):
+        Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258})
 
 
 def changed_model(without=None, **changes):
@@ -731,8 +773,10 @@ def test_a_tokenizer_json_of_another_kind_is_named(tmp_path, kind):
     (tmp_path / "tokenizer.json").write_text(json.dumps(OTHER_TOKENIZERS[kind]))
     with pytest.raises((ValueError, OSError)) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert "tokenizer.json" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert "tokenizer.json" in message and "\n" not in message
+    if kind in ("WordPiece", "Unigram", "not byte-level", "not split"):
+        assert "byte-level BPE" in message
 
 
 def test_missing_files_are_named(tmp_path):
