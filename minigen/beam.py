@@ -8,7 +8,8 @@ where the length counts the generated tokens, end-of-text included, and not the 
 scores are those of the transformers library, hypothesis for hypothesis.
 
 The prompt is run once, for one row; then the beams share the rows of one batch, and a step costs one forward pass. A
-beam that goes on stays in its row: only rows of beams that died are overwritten, and only the slots after the prompt.
+beam that goes on stays in its row: once there are num_beams rows, only those of beams that died are overwritten, and,
+if no window has wrapped the ring, only the slots after the prompt.
 """
 
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def _keep_rows(running):
 def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, watcher):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     budget = min(config.max_tokens, model.config.n_positions - len(prompt) + 1)
-    # Each beam has at most one candidate for each end-of-text id; with so many, num_beams others remain to go on with.
+    # Each beam has at most one candidate for each end-of-text id: of so many, num_beams go on after all that end so.
     count = max(2, 1 + len(sampling.eos_ids)) * beam.num_beams
 
     def ends(tokens):

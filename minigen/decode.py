@@ -75,9 +75,9 @@ class Timings(NamedTuple):
 
     prompt_tokens: int
     reused_tokens: int  # those of the prompt whose keys and values came from a prompt cache
-    prompt_seconds: float  # from the start to the first logits, reading and writing a prompt cache included
+    prompt_seconds: float  # from the start until the prompt has been run, reading and writing its cache included
     tokens: int
-    seconds: float  # from the first logits to the row's last token
+    seconds: float  # from then to the row's last token
     cache_bytes: int
 
 
@@ -87,7 +87,7 @@ class SpeculationStats:
 
     drafted: int = 0
     accepted: int = 0
-    target_passes: int = 0  # after the prompt; each gives one token more than it accepts
+    target_passes: int = 0  # after the prompt; each gives at most one token more than it accepts
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
 
@@ -134,7 +134,7 @@ class Stopwatch:
         self.reused_tokens = 0
 
     def lap(self, cache):
-        """After a forward pass: only the first one sets the time, the largest cache sets the bytes."""
+        """The prompt has been run, or a step: only the first call sets the time, the largest cache sets the bytes."""
         self.first_logits = self.first_logits or time.perf_counter()
         self.cache_bytes = max(self.cache_bytes, cache.nbytes)
 
@@ -297,8 +297,8 @@ def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCH
     """`feed` for the prompts of a run; with a prompt cache, what that knows of the one prompt is not run.
 
     prompt_cache: a `PrefixCache`, `cache` then being its own, or the path of a file, which afterwards begins with the
-    whole prompt. Returns the logits after the last ids, [B, V]. Raises OSError and ValueError where the file cannot be
-    used.
+    whole of `prompts`. Returns the logits after the last ids, [B, V]. Raises OSError and ValueError where the file
+    cannot be used.
     """
     if prompt_cache is None:
         return feed(model, cache, prompts, watcher)
@@ -328,11 +328,12 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=
         yield from (row.end("length") for row in rows)
         return
     # Each prompt is run once; its continuations start from copies of its cache row.
-    prompts = rows[:: config.num_return_sequences]
+    firsts = rows[:: config.num_return_sequences]
     prefix = prompt_cache if isinstance(prompt_cache, PrefixCache) else None
-    cache = prefix.kv if prefix else new_cache(model, [row.context for row in prompts], config)
-    logits = prefill(model, cache, [row.context for row in prompts], stopwatch, prompt_cache, watcher)
-    logits = logits.repeat(config.num_return_sequences, axis=0)  # [B / n, V] -> [B, V]
+    prompts = [row.context for row in firsts]
+    cache = prefix.kv if prefix else new_cache(model, prompts, config)
+    logits = prefill(model, cache, prompts, stopwatch, prompt_cache, watcher)
+    logits = logits.repeat(config.num_return_sequences, axis=0)  # [prompts, V] -> [B, V]
     cache.select(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
     stopwatch.lap(cache)
     while True:

@@ -24,7 +24,7 @@ WORTH_SHARING = 2**20
 SMALL_PRODUCT = 1_000_000
 # Rows, or queries, in such a product at most; 16 times the 64 columns of a block are 1,024 results.
 FEW = 16
-# From so many rows on, packing pays; see `linear`.
+# From so many rows on the whole weight goes to BLAS: packing pays from 24 to 48 rows on, by the matrix; see `linear`.
 MANY_ROWS = 32
 # Without blocks, fewer rows than these are quicker as single products: on a Sapphire Rapids 2 rows of 768 x 50,257 take
 # 14 ms so and 30 at once, 3 rows 23 and 30, 4 rows 30 and 32.
@@ -132,10 +132,10 @@ def elementwise(function, x):
 
 
 def attention(q, keys, values, scale, mask=None):
-    """softmax(q @ k.T * scale) @ v for each head (Vaswani et al. 2017, section 3.2).
+    """softmax(q @ k.T * scale) @ v for each head, q, k and v having a row for each token (Vaswani et al. 2017, 3.2).
 
-    q: [B, H, D, T], keys and values: [B, H, D, S] -> [B, T, H, D]. mask: bool [B, 1, T, S], True where a query may
-    look, which must be somewhere; None where all may look everywhere.
+    Here the tokens come last: q: [B, H, D, T], keys and values: [B, H, D, S] -> [B, T, H, D]. mask: bool
+    [B, 1, T, S], True where a query may look, which must be somewhere; None where all may look everywhere.
     """
     B, H, D, T = q.shape
     S = keys.shape[3]
@@ -144,7 +144,7 @@ def attention(q, keys, values, scale, mask=None):
     def attend(span, chunk):
         """For a span of heads and a chunk of queries."""
         seen = None if mask is None else mask[:, :, chunk]
-        # None of these queries sees a key beyond `used`; in a long prompt, all later ones.
+        # None of these queries sees a key from `used` on: in a long prompt, those of all later tokens.
         used = S if mask is None else np.flatnonzero(seen.any(axis=(0, 1, 2)))[-1] + 1
         queries = q[:, span, :, chunk].swapaxes(2, 3) * scale  # [B, H, D, T] -> [B, H, T, D]
         scores = queries @ keys[:, span, :, :used]  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
@@ -188,7 +188,8 @@ def _cut(weight, order):
     n_blocks = -(-n_out // width)
     if order == "rows":
         transposed = np.empty((n_blocks * width, n_in), np.float32)
-        blocks = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2)  # [n_out, n_in] -> [n_blocks, n_in, width]
+        # [n_blocks * width, n_in] -> [n_blocks, n_in, width]
+        blocks = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2)
         whole = transposed[:n_out].T
     else:
         blocks = np.empty((n_blocks, n_in, width), np.float32)
@@ -243,12 +244,12 @@ def _order():
     weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
     # Four rows, as beams and drafts have: with eight, plain and blocks can be within a tenth of each other while these
     # 8 MB stay in a cache that cores share, and blocks twice as fast in a model, whose weights come from memory.
-    x = np.ones((FEW_ROWS - 1, 1024), np.float32)
+    x = np.ones((4, 1024), np.float32)
     cut = {order: _cut(weight, order).blocks for order in ("rows", "columns")}
     calls = {order: partial(_by_blocks, x, blocks) for order, blocks in cut.items()}
     calls["plain"] = partial(_one_by_one, x, weight)
     seconds = dict.fromkeys(calls, math.inf)
-    for _ in range(20):  # some 30 ms in all, for another program may have a core meanwhile
+    for _ in range(20):  # enough for a moment in which no other program has one of the cores
         for order, call in calls.items():
             start = time.perf_counter()
             call()
@@ -281,8 +282,8 @@ def linear(x, weight, bias=None):
     and the threads share the blocks out. NumPy lets go of Python's lock during a product, so plain Python threads do.
 
     So a single row goes to BLAS with the whole weight, 2 to 31 rows go through the blocks, and from `MANY_ROWS` on,
-    where packing pays, BLAS gets the whole weight again. In order "columns" there is no such view of it, and all go
-    through the blocks.
+    where packing begins to pay, BLAS gets the whole weight again. In order "columns" there is no such view of it, and
+    all go through the blocks.
 
     Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "plain" is
     `x @ weight`, or single products for 2 to 4 rows; the figures of "blocks" beyond `MANY_ROWS` show what is avoided:

@@ -5,9 +5,9 @@ The order is fixed, and from temperature on it is that of the transformers libra
     repetition penalty, presence and frequency penalty, n-gram ban, bias, end-of-text ban, the caller's own processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
 
-each on what the one before left. Every filter takes one row of logits, [V] float32, and returns a new row in which
-what it removes is -inf. Nothing here keeps state between tokens, so taking tokens back, as speculation does, needs no
-undoing.
+each on what the one before left. Every filter takes one row of logits, [V], and returns one in which what it removes is
+-inf; its argument stays as it is. Nothing here keeps state between tokens, so taking tokens back, as speculation does,
+needs no undoing.
 """
 
 import math
@@ -40,7 +40,7 @@ class SamplingConfig:
 
     temperature: float = 0.7  # >= 0; 0 takes the most probable token, 1 leaves the model's distribution as it is
     top_k: int = 0  # >= 0: keep the k most probable; 0 keeps all
-    top_p: float = 0.9  # 0 to 1: keep the smallest set with at least this probability; 1 keeps all
+    top_p: float = 0.9  # 0 to 1: keep each token before which, most probable first, there is less; 1 keeps all
     min_p: float = 0.0  # 0 to 1: keep what has at least this fraction of the best one's probability; 0 keeps all
     typical_p: float = 1.0  # above 0, to 1: as top_p, but the most typical tokens first; 1 keeps all
     repetition_penalty: float = 1.0  # 1e-30 to 1e30: above 1 makes tokens of prompt and output less likely; 1 is off

@@ -190,13 +190,14 @@ def speculate(
     """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
 
     Between rounds the target's cache holds all of `row.context` but its last token, and the draft's no more than that.
-    prompt_cache: see `decode.prefill`; it is the target's, and has no use for a context that was shifted.
+    prompt_cache: see `decode.prefill`; it is the target's, gets the prompt without its last token, and has no use for a
+    context that was shifted.
     """
     watcher.began([row], sampling, config)
     if config.max_tokens == 0:
         yield row.end("length")
         return
-    length = DraftLength() if num_draft_tokens == "auto" else None
+    draft_length = DraftLength() if num_draft_tokens == "auto" else None
     stats = row.speculation = SpeculationStats()
     cache = new_cache(model, [row.context], config)
     while True:
@@ -207,7 +208,7 @@ def speculate(
         stopwatch.lap(cache)
         # A round may give one token more than it drafts, and must overrun neither budget nor context.
         k = min(
-            length.choose() if length else num_draft_tokens,
+            draft_length.choose() if draft_length else num_draft_tokens,
             config.max_tokens - row.n_generated - 1,
             model.config.n_positions - len(row.context),
             cache.max_chunk - 1,
@@ -217,7 +218,7 @@ def speculate(
         draft_seconds = time.perf_counter() - start
         watcher.drafted(row, drafts)
         ids = [row.context[-1:] + drafts]
-        logits = model.forward(ids, cache, last_only=False, attended=watcher.attended)[0]  # [1, k + 1, V] -> [k + 1, V]
+        logits = model.forward(ids, cache, last_only=False, attended=watcher.attended)[0]  # [1, T, V] -> [T, V]
         watcher.fed(cache)
         target_seconds = time.perf_counter() - start - draft_seconds
         stats.draft_seconds += draft_seconds
@@ -240,11 +241,11 @@ def speculate(
                 break
         if row.finish_reason:
             return
-        if length:
-            length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
+        if draft_length:
+            draft_length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
         # Where the context has shifted, nothing that the caches hold is of use.
-        shifted = len(row.context) < n_context + place + 1
-        kept = 0 if shifted else len(row.context) - 1
-        cache.truncate(min(kept, cache.length[0]))
-        watcher.changed(cache, "shifted" if shifted else "rolled back")
+        has_shifted = len(row.context) < n_context + place + 1
+        kept = 0 if has_shifted else len(row.context) - 1
+        cache.truncate(kept)
+        watcher.changed(cache, "shifted" if has_shifted else "rolled back")
         drafter.truncate(kept)

@@ -1,7 +1,7 @@
 """What a decoder tells whoever watches its run. A decoder holds a `Watcher` and calls it; these calls do nothing.
 
 tracing.py has the one that writes everything down. Nothing a watcher is given is made for it: these are the arrays and
-objects of the run, which a watcher may read, and copy, but not change.
+objects of the run, which a watcher may read and copy. It may wrap a row's generator, and change nothing else.
 """
 
 
