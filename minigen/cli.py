@@ -118,7 +118,12 @@ def _header(name, folder, model, draft_name, options):
 
 def _closing_line(completions, prompt_cache):
     """Tokens, speed, memory and reasons of a run, in one line."""
+    # The last to end: rows of one batch run side by side. Searches run one prompt after the other.
     timings = max((done.timings for done in completions), key=lambda timings: timings.seconds)
+    if completions[0].score is not None:
+        searches = {done.prompt_index: done.timings for done in completions}.values()
+        seconds = {name: sum(getattr(run, name) for run in searches) for name in ("prompt_seconds", "seconds")}
+        timings = timings._replace(**seconds)
     prompt_tokens = sum({done.prompt_index: done.timings.prompt_tokens for done in completions}.values())
     tokens = sum(done.timings.tokens for done in completions)
     reasons = sorted({done.finish_reason for done in completions})
@@ -342,8 +347,9 @@ def run(args, as_typed):
     if args.interactive:
         require(len(prompts) < 2, "the number of prompts", len(prompts), "1 or none with --interactive")
         require(not cached, "--prompt-cache", args.prompt_cache, "left out with --interactive, which keeps its own")
-        for flag, value in (("--trace", args.trace), ("--show-probs", args.show_probs)):
-            require(not value, flag, value, "left out with --interactive, which shows the text alone")
+        if args.trace is not None or args.show_probs:
+            flag = "--show-probs" if args.show_probs else "--trace"
+            raise ValueError(f"{flag} cannot be given with --interactive, which shows the text alone")
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
