@@ -1,7 +1,6 @@
 """The command, as `minigen` or as `python -m minigen`: what a signal does until the first text is made."""
 
-import os
-import signal
+from minigen import signals
 
 
 def main():
@@ -9,12 +8,13 @@ def main():
     # Imports take half a second, and a download minutes. There is no text yet to show and no file to tidy up, so a
     # signal just ends it: an exception would be a traceback, get lost in a module that is being set up, or wait for
     # threads.
-    for number, untouched in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        if signal.getsignal(number) == untouched:
-            signal.signal(number, lambda number, _: os._exit(128 + number))
+    signals.exit_at_once()
     from minigen import cli
 
-    return cli.main()
+    try:
+        return cli.main()
+    finally:
+        signals.ignore()
 
 
 if __name__ == "__main__":

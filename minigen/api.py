@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minigen.beam import BeamConfig, beam_search
 from minigen.checkpoint import find, load_config, read_tensors
 from minigen.checks import is_int, require
-from minigen.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode
+from minigen.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode, one_at_a_time
 from minigen.model import GPT2
 from minigen.sampler import SamplingConfig
 from minigen.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
@@ -251,7 +251,8 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=U
             k = speculation.num_draft_tokens
         return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, watcher)
     stopwatch = Stopwatch()
-    return decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, watcher)
+    steps = decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, watcher)
+    return one_at_a_time(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
 
 
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):

@@ -11,7 +11,7 @@ from pathlib import Path
 import minigen
 from minigen.api import CONFIGS, OPTION_NAMES
 from minigen.checkpoint import DEFAULT_MODEL
-from minigen.checks import is_number, require
+from minigen.checks import is_number, require, shown
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -103,11 +103,17 @@ def _bias(text):
         ) from None
 
 
+def _file(text):
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not the name of a file")
+    return text
+
+
 def _whole_number(text):
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
 
 
 def _number(text):
@@ -205,7 +211,7 @@ def build_parser():
 
     group = parser.add_argument_group("cache")
     cache_help = "keep the prompt's keys and values (default none)"
-    group.add_argument("--prompt-cache", metavar="FILE", help=cache_help)
+    group.add_argument("--prompt-cache", type=_file, metavar="FILE", help=cache_help)
     option(group, "--window", "W", "see only the last W tokens (default all)")
     option(group, "--context-shift", None, "drop the older half when it is full", action="store_true")
     option(group, "--keep", "N", "but never the first N tokens")
@@ -220,9 +226,11 @@ def build_parser():
     group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
     group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
     group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
-    group.add_argument("--trace", metavar="FILE", help="write a page that shows the run (default none)")
-    group.add_argument("--score", metavar="FILE", help="print a text's perplexity only (default none)")
-    group.add_argument("--stride", type=int, metavar="N", help="between its windows (default half the context)")
+    group.add_argument("--trace", type=_file, metavar="FILE", help="write a page that shows the run (default none)")
+    group.add_argument("--score", type=_file, metavar="FILE", help="print a text's perplexity only (default none)")
+    group.add_argument(
+        "--stride", type=_whole_number, metavar="N", help="between its windows (default half the context)"
+    )
     group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
     group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
     group.add_argument("-h", "--help", action="help", help="show this")
@@ -265,6 +273,8 @@ def read_prompts(args):
         raise OSError(
             f"cannot read the prompt from {args.file or args.prompts_file}: {error.strerror or error}"
         ) from error
+    if args.prompt.count("-") > 1:
+        raise ValueError("- stands twice among the prompts, and stdin can be read once: leave one out")
     if args.prompt:
         return [read_file("-") if prompt == "-" else _text(prompt) for prompt in args.prompt]
     if args.interactive:

@@ -5,11 +5,10 @@ python -m minigen "Once upon a time" --temperature 0.8 --seed 1
 
 import contextlib
 import json
+import locale
 import math
 import os
-import signal
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
@@ -17,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 
 import minigen
+from minigen import signals
 from minigen.api import OPTION_NAMES, check_options, load, stream
 from minigen.arguments import DEFAULTS, build_parser, content_of, read_file, read_prompts
 from minigen.checkpoint import DEFAULT_MODEL, default_draft, find
@@ -160,7 +160,8 @@ def _read_turn():
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input("> ")  # with readline, where that was imported
     if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
@@ -199,17 +200,20 @@ def _print_turn(session, text, args, model, echo):
 def interact(session, prompts, args, model, as_typed):
     """Read turns, and print what the model makes of each, until stdin ends; the exit code.
 
-    prompts: the first turns. A turn that cannot be run is told, and changes nothing.
+    prompts: the first turns. A turn that cannot be run is told, and changes nothing. Where nobody is typing, it makes
+    the exit code 2, and Ctrl-C ends all turns.
     """
     typed = sys.stdin is not None and sys.stdin.isatty()
     if typed:
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, AttributeError):  # Windows has neither
+            if locale.nl_langinfo(locale.CODESET) != "UTF-8":
+                os.environ["LC_ALL"] = "C.UTF-8"  # readline would drop characters that the locale does not have
             import readline  # noqa: F401  input() edits lines and remembers them from now on
         if not args.quiet:
             _note("each line is added to the text, and continued; an empty one adds nothing; /new begins a new text")
             _note("Ctrl-C stops the text, Ctrl-D leaves")
-    prompts, stopped = list(prompts), False
+    prompts, stopped, failed = list(prompts), False, False
     while True:
         echo = not args.no_echo and (bool(prompts) or not typed)
         try:
@@ -217,12 +221,13 @@ def interact(session, prompts, args, model, as_typed):
         except EOFError:
             if typed:
                 _note("")  # the shell's own prompt gets a line of its own
-            return 0
+            return 2 if failed and not typed else 0
         except KeyboardInterrupt:
             if stopped or not typed:
                 raise
             stopped = True
             _note("\nCtrl-C again leaves, as Ctrl-D does")
+            signals.raise_once()
             continue
         stopped = False
         try:
@@ -233,9 +238,12 @@ def interact(session, prompts, args, model, as_typed):
             else:
                 _print_turn(session, text, args, model, echo)
         except ValueError as error:
+            failed = True
             _note(f"minigen: {as_typed(str(error))}")
         except KeyboardInterrupt:
-            pass  # of the turn; the next one follows
+            if not typed:
+                raise
+            signals.raise_once()  # it was the turn's end; the next one follows
 
 
 # ---------------------------------------------------------------------------------------- the run
@@ -292,34 +300,6 @@ def run_score(args):
     return 0
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def _terminate(number, _):
-    raise SystemExit(128 + number)
-
-
-def _signals_raise():
-    """From now on Ctrl-C raises KeyboardInterrupt and SIGTERM SystemExit, so that every `finally` has its turn.
-
-    A signal that whoever started the process had it ignore stays ignored.
-    """
-    for number, handler in zip(SIGNALS, (signal.default_int_handler, _terminate), strict=True):
-        if signal.getsignal(number) != signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _signals_restored():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers, or has
-            for number, handler in zip(SIGNALS, before, strict=True):
-                signal.signal(number, handler)
-
-
 def run(args, as_typed):
     """Read the prompts, load the models, print the continuations; the exit code.
 
@@ -328,14 +308,16 @@ def run(args, as_typed):
     if args.score is not None:
         return run_score(args)
     if args.stride is not None:
-        raise ValueError(f"stride is {args.stride}, but only --score uses it: leave it out")
+        raise ValueError(f"--stride is {args.stride}, but only --score uses it: leave it out")
     if args.show_probs and args.json:
         raise ValueError("--show-probs colours a text, and --json prints none: use --logprobs with --json")
     options = {name: value for name, value in vars(args).items() if name in OPTION_NAMES}
     if args.show_probs:
         options.setdefault("logprobs", 3)
     coloured = args.show_probs and has_colours(sys.stdout)
-    draft_name = args.draft_model or (default_draft(args.model) if args.speculative else None)
+    draft_name = args.draft_model
+    if args.speculative and draft_name is None:
+        draft_name = default_draft(args.model)
     # What needs no model is checked before one is loaded. A bias may name its token by text, which needs the tokenizer.
     without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
     cached = args.prompt_cache is not None
@@ -343,6 +325,9 @@ def run(args, as_typed):
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     if args.trace is not None:
         check_file(args.trace)
+        for flag, path in (("--prompt-cache", args.prompt_cache), ("--file", args.file)):
+            if path is not None and os.path.realpath(path) == os.path.realpath(args.trace):
+                raise ValueError(f"--trace and {flag} are both {path}: name another file for one of them")
     prompts = read_prompts(args)
     if args.interactive:
         require(len(prompts) < 2, "the number of prompts", len(prompts), "1 or none with --interactive")
@@ -355,7 +340,7 @@ def run(args, as_typed):
     model, tokenizer = load(folder)
     draft_model = load(draft_name) if draft_name else None
     # Until here a signal does what `__main__` says: a download's threads would let an exception wait for them.
-    _signals_raise()
+    signals.raise_once()
     if args.interactive:
         session = Session(model, tokenizer, draft_model=draft_model, **options)
         if not args.quiet:
@@ -371,32 +356,33 @@ def run(args, as_typed):
             _note(legend())
 
     completions, row, line_open, unshown = [], None, False, ""
-    try:
-        for step in _in_row_order(steps):
-            done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
-            if args.json:
-                text = _as_json(step, prompt, name, decoding.seed) if done else ""
-            else:
-                if step.row != row:
-                    painter = Painter(tokenizer) if coloured else None
-                text = painter.paint(step) if painter else step.text
-                if step.row != row:
-                    text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
-            if args.no_stream:
-                text, unshown = (unshown + text, "") if done else ("", unshown + text)
-            row = step.row
-            line_open = not text.endswith("\n") if text else line_open
-            if done and line_open:
-                text, line_open = text + "\n", False
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            if done:
-                completions.append(done)
-    finally:
-        # Where an error or Ctrl-C ends the run, the text so far is shown, and on lines of its own.
-        if line_open or unshown:
-            sys.stdout.write(unshown + "\n")
-            sys.stdout.flush()
+    with contextlib.closing(steps):  # a trace is written then, or cannot be, of which the collector would tell nobody
+        try:
+            for step in _in_row_order(steps):
+                done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
+                if args.json:
+                    text = _as_json(step, prompt, name, decoding.seed) if done else ""
+                else:
+                    if step.row != row:
+                        painter = Painter(tokenizer) if coloured else None
+                    text = painter.paint(step) if painter else step.text
+                    if step.row != row:
+                        text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
+                if args.no_stream:
+                    text, unshown = (unshown + text, "") if done else ("", unshown + text)
+                row = step.row
+                line_open = not text.endswith("\n") if text else line_open
+                if done and line_open:
+                    text, line_open = text + "\n", False
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                if done:
+                    completions.append(done)
+        finally:
+            # Where an error or Ctrl-C ends the run, the text so far is shown, and on lines of its own.
+            if line_open or unshown:
+                sys.stdout.write(unshown + "\n")
+                sys.stdout.flush()
 
     if decoding.logprobs is not None and not args.json:
         for done in completions:
@@ -427,7 +413,7 @@ def main(argv=None):
     def as_typed(message):
         return parser.as_typed(message, argv)
 
-    with _signals_restored():
+    with signals.restored():
         try:
             return run(parser.parse_args(argv), as_typed)
         except BrokenPipeError:
@@ -439,13 +425,12 @@ def main(argv=None):
                 f"minigen: there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts"
             )
             return 2
-        except OSError as error:
-            _note(f"minigen: {error}")
-            return 2
-        except ValueError as error:
-            _note(f"minigen: {as_typed(str(error))}")
+        except (OSError, ValueError) as error:
+            message = as_typed(str(error)) if isinstance(error, ValueError) else str(error)
+            _note("minigen: " + " ".join(message.splitlines()))  # a file's name may hold a line break
             return 2
         finally:
+            signals.do_nothing()
             # What a closed pipe or a full disk has left in a buffer must not come up again when Python exits.
             for output in (sys.stdout, sys.stderr):
                 try:

@@ -9,6 +9,7 @@ for each later step the one new token, and without a cache (`use_cache=False`) e
 speculation append to the same rows.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -280,17 +281,29 @@ class PrefixCache:
     """A cache of one row that outlives a run: what the next prompt has in common with its ids is not run again.
 
     ids: those whose keys and values are all there. What `kv` holds beyond them was left by a pass that did not end.
+    lock: held by the run that uses it, see `one_at_a_time`.
     """
 
     def __init__(self, model):
         self.model = model
         self.kv = model.new_cache()
         self.ids = []
+        self.lock = threading.Lock()
 
     def truncate(self, length):
         """Forget all but the first `length` ids."""
         self.kv.truncate(min(length, self.kv.length[0]))
         self.ids = self.ids[:length]
+
+
+def one_at_a_time(lock, steps, what):
+    """The same steps. The first raises ValueError where a run that holds the lock has not ended, nor been closed."""
+    if not lock.acquire(blocking=False):
+        raise ValueError(f"{what} is in use by a run that has not ended: finish that, or close its iterator")
+    try:
+        yield from steps
+    finally:
+        lock.release()
 
 
 def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCHED):

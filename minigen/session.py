@@ -1,8 +1,10 @@
 """A text that grows turn by turn: someone adds to it, the model goes on, and what it has read stays in the cache."""
 
+import threading
+
 from minigen.api import check_options, stream
 from minigen.checks import require
-from minigen.decode import PrefixCache, shifted
+from minigen.decode import PrefixCache, one_at_a_time, shifted
 
 
 class Session:
@@ -29,6 +31,7 @@ class Session:
         keeps = checked.beam.num_beams == 1 and not speculates and self.config.use_cache and not self.config.window
         self.cache = PrefixCache(model) if keeps else None
         self.context = []  # the ids of the text so far, those that a shift has dropped left out
+        self.lock = threading.Lock()  # held while a turn is made
         self.next_seed = self.config.seed  # of the next turn: each has one more than the last, so that none repeats it
 
     def _appended(self, context, ids):
@@ -51,19 +54,24 @@ class Session:
         """Add `text`, and yield a `Step` for each token with which the model goes on, the last with the `Completion`.
 
         The text is added on a line of its own, behind a line break; an empty one adds nothing. However the turn ends,
-        also by an exception or with the iterator closed, its text so far is part of the session's. Raises ValueError,
-        before anything is changed, where text and turn are too long for the model.
+        also by an exception or with the iterator closed, its text so far is part of the session's. The first step
+        raises ValueError, with nothing changed, where text and turn are too long for the model, and where the turn
+        before has not ended.
         """
+        return one_at_a_time(self.lock, self._turn(text), "the session")
+
+    def _turn(self, text):
+        require(isinstance(text, str), "text", text, "a text")
         n_positions = self.model.config.n_positions
         ids = self.tokenizer.encode("\n" * bool(self.context and text) + text)
         prompt = self._appended(self.context, ids)
+        if len(ids) > n_positions:
+            raise ValueError(f"this turn has {len(ids)} tokens; the model takes at most {n_positions}: shorten it")
         if len(prompt) > n_positions:
             raise ValueError(
                 f"the text so far has {len(self.context)} tokens and this turn {len(ids)}; the model takes at most "
                 f"{n_positions}: begin a new text, or use context_shift"
             )
-        if len(ids) > n_positions:
-            raise ValueError(f"this turn has {len(ids)} tokens; the model takes at most {n_positions}: shorten it")
         if not prompt and self.model.config.bos_token_id is not None:
             prompt = [self.model.config.bos_token_id]
         options = self.options | {"seed": self.next_seed}
@@ -76,4 +84,5 @@ class Session:
                 shown += step.text
                 yield step
         finally:
+            steps.close()
             self.context = self._appended(prompt, self._visible_ids(generated, shown))

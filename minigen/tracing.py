@@ -403,7 +403,7 @@ def traced(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **o
     def run():
         try:
             yield from steps
-        except (GeneratorExit, KeyboardInterrupt):
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
             write()
             raise
         write()

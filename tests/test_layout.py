@@ -15,7 +15,7 @@ PACKAGE = ROOT / "minigen"
 # A file may import those before it. Names without a file are features that are not there (yet).
 ORDER = (
     "checks files threads ops cache model checkpoint prompt_cache tokenizer sampler watcher decode beam speculative "
-    "scoring api tracing colours session arguments cli __main__"
+    "scoring api tracing colours session signals arguments cli __main__"
 ).split()
 DEPENDENCIES = {"numpy", "safetensors", "tiktoken", "huggingface_hub"}
 FILES = [name for name in ORDER if (PACKAGE / f"{name}.py").is_file()]

@@ -288,3 +288,38 @@ def test_where_a_prefix_cache_does_not_go(loaded):
 def test_more_rows_than_the_machine_has_memory_for(loaded, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} is 1000000000.*GiB.*fewer"):
         minigen.stream(*loaded, "a", **options)
+
+
+# ---- one run at a time -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_a_run_still_uses_is_refused_to_others(loaded):
+    cache = PrefixCache(loaded[0])
+    options = {"cache": cache, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    cold = [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options | {"cache": None})]
+    first = minigen.stream(*loaded, [[1, 2, 3]], **options)
+    tokens = [next(first).token for _ in range(5)]
+    with pytest.raises(ValueError, match="PrefixCache is in use by a run that has not ended"):
+        next(minigen.stream(*loaded, [[4, 5]], **options))
+    assert tokens + [step.token for step in first] == cold
+    # Another one may follow, also after one that was left; and it gets what it would have got alone.
+    left = minigen.stream(*loaded, [[7, 8]], **options)
+    next(left)
+    left.close()
+    assert [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options)] == cold
+
+
+def test_a_turn_waits_for_the_end_of_the_one_before(loaded):
+    session = Session(*loaded, seed=1, max_tokens=6, ignore_eos=True)
+    first = session.turn("ab")
+    next(first)
+    with pytest.raises(ValueError, match="the session is in use by a run that has not ended"):
+        next(session.turn("cd"))
+    first.close()
+    before = list(session.context)
+    assert before[:2] == loaded[1].encode("ab") and len(before) == 3
+    list(session.turn("cd"))
+    assert session.context[: len(before)] == before and len(session.context) == len(before) + 3 + 6
+    for text in (None, 3, b"x", ["a"]):
+        with pytest.raises(ValueError, match="text is"):
+            next(session.turn(text))
