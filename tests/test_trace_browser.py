@@ -30,9 +30,11 @@ KINDS = {
     "beams": {"max_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
     "speculation": {"max_tokens": 40, "seed": 1, "draft_model": "distilfairytale"},
     "window": {"max_tokens": 90, "seed": 1, "window": 16, "ignore_eos": True},
+    "long window": {"max_tokens": 6, "seed": 1, "window": 8, "ignore_eos": True},
     "nasty": {"max_tokens": 4, "seed": 1},
     "one token": {"max_tokens": 0, "seed": 1},
 }
+PROMPTS = {"nasty": NASTY, "one token": "Once", "long window": "Once upon a time there was a king. " * 16}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def pages(tmp_path_factory):
             options = dict(KINDS[kind])
             if "draft_model" in options:
                 options["draft_model"] = minigen.load(options["draft_model"])
-            prompt = NASTY if kind == "nasty" else "Once" if kind == "one token" else "Once upon a time"
+            prompt = PROMPTS.get(kind, "Once upon a time")
             file = folder / f"{kind.replace(' ', '_')}.html"
             done = minigen.trace(*minigen.load(), prompt, file, **options)
             html = file.read_text(encoding="utf-8")
@@ -143,6 +145,38 @@ def test_the_ring_shows_what_is_visible(browser, pages):
     assert (kinds.count("written"), kinds.count("visible"), kinds.count("hidden")) == (1, 15, 63)
     assert kinds.index("written") == (ring["length"] - 1) % 79
     assert f"{ring['length'] - 1 - 79}, which the window has left behind" in text(browser, "step-text")
+
+
+def test_the_ring_counts_what_is_left_in_it(browser, pages):
+    file, data, _ = pages("long window")
+    show(browser, file)
+    legend = text(browser, "ring-legend")
+    assert "beyond the window" in legend and "taken back" not in legend
+    found = []
+    labels = "return [...document.querySelectorAll('#ring-picture > text')].map((label) => label.textContent)"
+    slots = "return [...document.querySelectorAll('.slot')].map((slot) => slot.classList[1])"
+    for at, step in enumerate(data["steps"]):
+        ring = step["rows"]["0"]
+        browser.execute_script("view.step = arguments[0]; drawRing()", at)
+        words = browser.execute_script(labels)
+        assert words[1] == str(min(71, ring["length"])) and words[2] == "in 71 slots"
+        assert words[3] == (f"of {ring['length']} tokens held" if ring["length"] > 71 else "tokens held")
+        first, end = ring["written"]
+        kinds = browser.execute_script(slots)
+        seen = end - max(first, end - 8)
+        assert (kinds.count("written"), kinds.count("passed")) == (seen, end - first - seen)
+        if end - first > 1:
+            found.append(text(browser, "step-text"))
+    # 145 tokens come in three passes, of which the third goes around the end of 71 slots.
+    assert "writes positions 135 to 144 into slots 64 to 70 and 0 to 2. Its last query" in found[2]
+    assert "It overwrites positions 64 to 73, which" in found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_has_no_word_of_the_programs(browser, pages, kind):
+    show(browser, pages(kind)[0])
+    whole = browser.execute_script("return ['header', 'main'].map((n) => document.querySelector(n).textContent).join()")
+    assert not re.search(r"\b(null|undefined|NaN|Infinity|True|False|None)\b", whole)
 
 
 def test_speculation_shows_each_draft(browser, pages):
