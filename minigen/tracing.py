@@ -393,7 +393,7 @@ def _model_line(model, name):
 
 
 def _as_typed(options):
-    """Options as the command line has them; such as it does not have by name alone."""
+    """Options as they are typed on the command line; of `logits_processors`, which it does not have, the name."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "logits_processors":
@@ -426,8 +426,8 @@ def _about(model, draft_model, names, options):
 def traced(model, tokenizer, prompts, file, *, names=(None, None), draft_model=None, cache=None, **options):
     """`stream`, recorded: yields its steps, and writes the page to `file` when they end or are left, as by Ctrl-C.
 
-    names: of the model and of the draft model, for the page's head. Raises what `stream` raises, and then writes nothing, and OSError at once where `file` cannot be written. Without a
-    prompt there is no page.
+    names: of the model and of the draft model, for the page's head. Raises what `stream` raises, and then writes
+    nothing, and OSError at once where `file` cannot be written. Without a prompt there is no page.
     """
     check_file(file)
     recorder = Recorder(model, tokenizer)

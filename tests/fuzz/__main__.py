@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.fuzz.runner import run_batch
 
 NAMES = ["checkpoint", "config", "tokenizer", "cli", "prompt", "prompt-cache"]
-# Inputs of a kind before the next kind has its turn, and the time is looked at: a thousand took up to a minute.
+# Inputs of one kind, after which the time is looked at and the next kind has its turn.
 BATCH = 100
 
 
