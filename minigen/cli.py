@@ -346,7 +346,7 @@ def run(args, as_typed):
         if not args.quiet:
             _note(_header(name, folder, model, draft_name, options))
         return interact(session, prompts, args, name, as_typed)
-    start = stream if args.trace is None else partial(traced, file=args.trace)
+    start = stream if args.trace is None else partial(traced, file=args.trace, names=(name, draft_name))
     steps = start(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
         _note(_header(name, folder, model, draft_name, options))

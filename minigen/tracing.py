@@ -10,13 +10,18 @@ What the page cannot know from the run, what the model says of the prompt's own 
 
 import base64
 import json
+import shlex
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+import minigen
 from minigen.api import stream
+from minigen.beam import BeamConfig
+from minigen.checks import is_number
 from minigen.files import beside, replace_file
 from minigen.ops import softmax
 from minigen.sampler import SamplingConfig, log_softmax, probs, process
@@ -50,7 +55,7 @@ def stages(sampling, beams=False):
         given = {name: value for name, value in given.items() if value != getattr(NEUTRAL, name)}
         if given:
             config = replace(config, **given)
-            spelled = [f"{name} {value}" if isinstance(value, int | float) else name for name, value in given.items()]
+            spelled = [f"{name} {value}" if is_number(value) else name for name, value in given.items()]
             found.append((", ".join(spelled), config))
         if sampling.temperature == 0 and "temperature" in given:
             break  # the most probable token is taken here
@@ -314,7 +319,7 @@ class Recorder(Watcher):
         try:
             return data.decode()
         except UnicodeDecodeError:
-            return "".join(f"\\x{byte:02x}" for byte in data)
+            return list(data)
 
     def data(self):
         """All that was recorded, of JSON's types. Runs the prompts once more; called once, after the run."""
@@ -347,6 +352,7 @@ class Recorder(Watcher):
             "layers": self.model.config.n_layer,
             "heads": self.model.config.n_head,
             "seed": self.config.seed,
+            "use_cache": self.config.use_cache,
             "window": self.config.window,
             "keep": self.config.keep,
             "attention": base64.b64encode(zlib.compress(b"".join(pieces), 9)).decode(),
@@ -380,11 +386,48 @@ def page(data):
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text)
 
 
-def traced(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **options):
+def _model_line(model, name):
+    config = model.config
+    size = f"{config.n_layer} layers of {config.n_head} heads, vocabulary {config.vocab_size:,}"
+    return size if name is None else f"{name}, {size}"
+
+
+def _as_typed(options):
+    """Options as they are typed on the command line; of `logits_processors`, which it does not have, the name."""
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "logits_processors":
+            yield from [name] if value else []
+        elif name == "use_cache":
+            yield from [] if value else ["--no-cache"]
+        elif isinstance(value, Mapping):
+            yield from (f"{flag} {key}{'=' if isinstance(key, str) else ''}{bias:+g}" for key, bias in value.items())
+        elif isinstance(value, list | tuple):
+            yield from (f"{flag} {shlex.quote(str(item))}" for item in value)
+        elif name == "early_stopping":
+            yield f"{flag} {str(value).lower()}"
+        elif value is True:
+            yield flag
+        elif value is not None and value is not False:
+            yield f"{flag} {shlex.quote(str(value))}"
+
+
+def _about(model, draft_model, names, options):
+    """What a page is a run of, in a few words each; names: (the model's, the draft model's), None if not known."""
+    yield f"model: {_model_line(model, names[0])}"
+    if draft_model:
+        yield f"drafts: {_model_line(draft_model[0], names[1])}"
+    elif options.get("prompt_lookup_num_tokens"):
+        yield "drafts: n-gram lookup in the text"
+    yield f"minigen {minigen.__version__}"
+    yield from _as_typed(options)
+
+
+def traced(model, tokenizer, prompts, file, *, names=(None, None), draft_model=None, cache=None, **options):
     """`stream`, recorded: yields its steps, and writes the page to `file` when they end or are left, as by Ctrl-C.
 
-    Raises what `stream` raises, and then writes nothing, and OSError at once where `file` cannot be written. Without a
-    prompt there is no page.
+    names: of the model and of the draft model, for the page's head. Raises what `stream` raises, and then writes
+    nothing, and OSError at once where `file` cannot be written. Without a prompt there is no page.
     """
     check_file(file)
     recorder = Recorder(model, tokenizer)
@@ -392,9 +435,11 @@ def traced(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **o
 
     def write():
         if recorder.rows:
-            given = {name: str(value) for name, value in options.items() if value not in (None, {}, (), [])}
+            seed = {} if recorder.beam_steps else {"seed": recorder.config.seed}  # beam search draws nothing
+            about = list(_about(model, draft_model, names, {**options, "seed": None} | seed))
+            penalty = options.get("length_penalty", BeamConfig.length_penalty)
             limits = {"asked": recorder.asked, "most_choices": MOST_CHOICES, "most_weights": MOST_WEIGHTS}
-            html = page(recorder.data() | {"options": given} | limits)
+            html = page(recorder.data() | {"about": about, "length_penalty": penalty} | limits)
             try:
                 replace_file(file, html.encode())
             except OSError as error:

@@ -11,7 +11,8 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = [
     name for name, there in {"selenium": webdriver, "chromium": CHROMIUM, "chromedriver": DRIVER}.items() if not there
 ]
-FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+# Without partial raster a page gives the same picture each time.
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-partial-raster"
 
 
 def start():

@@ -1,7 +1,10 @@
 """A slice of tests/fuzz: some inputs of every kind, always the same. `python -m tests.fuzz` runs more, and others."""
 
+from collections import Counter
+
 import pytest
 
+from tests.fuzz import __main__ as fuzz
 from tests.fuzz.__main__ import NAMES
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.runner import run_batch
@@ -29,3 +32,28 @@ def test_damaged_and_odd_inputs_end_in_the_right_result_or_in_one_sentence(kind,
     assert not found, "\n".join(map(str, found[:5]))
     assert words.total() == COUNTS[kind]
     assert set(words) == OUTCOMES[kind]
+
+
+def test_the_time_is_kept_and_kinds_that_were_not_tried_are_named(monkeypatch, capsys):
+    now, tried = [0.0], []
+
+    def run(kind, seed, first, count, keep):
+        tried.append((kind, first, count))
+        now[0] += count * 0.02  # seconds, as an input of one of the slower kinds takes
+        return Counter({"taken": count}), []
+
+    monkeypatch.setattr(fuzz, "run_batch", run)
+    monkeypatch.setattr(fuzz.time, "monotonic", lambda: now[0])
+    assert fuzz.main(["--minutes", "0.1"]) == 0
+    assert now[0] <= 6 + 2 and [kind for kind, _, _ in tried] == NAMES[:3]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "not tried" in line] == [
+        f"{kind}: not tried, for the time was up" for kind in NAMES[3:]
+    ]
+    # With time enough, every kind has the same inputs.
+    tried.clear()
+    assert fuzz.main(["--count", "250"]) == 0
+    assert {kind: sum(count for other, _, count in tried if other == kind) for kind in NAMES} == dict.fromkeys(
+        NAMES, 250
+    )
+    assert "not tried" not in capsys.readouterr().out

@@ -551,10 +551,32 @@ def test_no_text_breaks_the_page(tok, file):
     assert html.count("<script") == html.count("</script>") == 2
     data = data_of(file)
     row = data["rows"][0]
-    shown = "".join(data["vocabulary"][str(id)] for id in row["ids"][: row["n_prompt"]])
-    joined = re.sub(rb"\\\\x(..)", lambda match: bytes.fromhex(match[1].decode()), shown.encode("unicode_escape"))
-    assert tok.decode(row["ids"][: row["n_prompt"]]) == tok.decode(tok.encode(NASTY))
-    assert b"</script>" in joined and "\\xc3" in shown and "\u2028" not in html
+    shown = [data["vocabulary"][str(id)] for id in row["ids"][: row["n_prompt"]]]
+    joined = b"".join(part.encode() if isinstance(part, str) else bytes(part) for part in shown)
+    assert joined.decode() == NASTY.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert [0xC3] in shown and "\u2028" not in html
+
+
+def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
+    arguments = ["-m", folder, PROMPT, "-s", "5", "-n", "9", "-q", "--stop", "a b", "--ignore-eos", "--no-cache"]
+    assert cli.main([*arguments, "--logit-bias", "5-inf", "--trace", str(file)]) == 0
+    size = "3 layers of 2 heads, vocabulary 257"
+    head, *options = [f"model: {folder}, {size}", f"minigen {minigen.__version__}"], "--seed 5", "--max-tokens 9"
+    options += ["--stop 'a b'", "--ignore-eos", "--no-cache", "--logit-bias 5-inf"]
+    assert sorted(data_of(file)["about"]) == sorted([*head, *options])
+    # From Python the model has no name.
+    options = {"max_tokens": 2, "seed": 1, "logits_processors": [lambda history, logits: logits], "use_cache": True}
+    minigen.trace(tiny().model, tok, PROMPT, file, draft_model=(draft_model().model, tok), **options)
+    options = ["--max-tokens 2", "--seed 1", "logits_processors"]
+    found = data_of(file)["about"]
+    assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
+    minigen.trace(tiny().model, tok, PROMPT, file, prompt_lookup_num_tokens=2, seed=1)
+    assert "drafts: n-gram lookup in the text" in data_of(file)["about"]
+    options = {"num_beams": 2, "early_stopping": True, "length_penalty": 0.5, "max_tokens": 2}
+    minigen.trace(tiny().model, tok, PROMPT, file, **options)
+    data = data_of(file)
+    typed = ["--early-stopping true", "--length-penalty 0.5", "--max-tokens 2", "--num-beams 2"]
+    assert sorted(data["about"][2:]) == typed and data["length_penalty"] == 0.5
 
 
 def test_the_page_asks_nobody_for_anything(tok, file):

@@ -28,11 +28,18 @@ KINDS = {
     "every filter": {"max_tokens": 12, "seed": 3, "top_k": 40, "min_p": 0.01, "typical_p": 0.95}
     | {"repetition_penalty": 1.2, "presence_penalty": 0.1, "no_repeat_ngram_size": 3, "temperature": 1.2},
     "beams": {"max_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
+    "beams that end": {"max_tokens": 20, "num_beams": 4, "early_stopping": "never", "length_penalty": 2.0}
+    | {"stop": [".", ",", "!", " a", " and", " was", " who"]},
     "speculation": {"max_tokens": 40, "seed": 1, "draft_model": "distilfairytale"},
     "window": {"max_tokens": 90, "seed": 1, "window": 16, "ignore_eos": True},
+    "long window": {"max_tokens": 6, "seed": 1, "window": 8, "ignore_eos": True},
+    "emoji": {"max_tokens": 20, "seed": 1},
+    "no cache": {"max_tokens": 8, "seed": 1, "use_cache": False},
     "nasty": {"max_tokens": 4, "seed": 1},
     "one token": {"max_tokens": 0, "seed": 1},
 }
+FOX = "The \U0001f98a and the \U0001f468\u200d\U0001f469\u200d\U0001f467 said ß é \ufeff"
+PROMPTS = {"nasty": NASTY, "one token": "Once", "emoji": FOX, "long window": "Once upon a time there was a king. " * 16}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,7 @@ def pages(tmp_path_factory):
             options = dict(KINDS[kind])
             if "draft_model" in options:
                 options["draft_model"] = minigen.load(options["draft_model"])
-            prompt = NASTY if kind == "nasty" else "Once" if kind == "one token" else "Once upon a time"
+            prompt = PROMPTS.get(kind, "Once upon a time")
             file = folder / f"{kind.replace(' ', '_')}.html"
             done = minigen.trace(*minigen.load(), prompt, file, **options)
             html = file.read_text(encoding="utf-8")
@@ -129,8 +136,103 @@ def test_the_keyboard_reaches_all(browser, pages):
     # One item of each group is in the order of Tab, and everything that can be pressed has a name.
     for group in ("#text", "#heads"):
         assert len(browser.find_elements(By.CSS_SELECTOR, f"{group} [tabindex='0']")) == 1
+    # Up and down, Page Up and Page Down go ten tokens; the page's hint names all of these keys.
+    show(browser, file)
+    at = int(browser.execute_script(focused).get_attribute("data-item"))
+    for key, name in ((Keys.ARROW_DOWN, "↓"), (Keys.ARROW_UP, "↑"), (Keys.PAGE_DOWN, "PgDn"), (Keys.PAGE_UP, "PgUp")):
+        browser.switch_to.active_element.send_keys(key)
+        at += 10 if key in (Keys.ARROW_DOWN, Keys.PAGE_DOWN) else -10
+        assert browser.execute_script(focused).get_attribute("data-item") == str(at)
+        assert name in [element.text for element in browser.find_elements(By.TAG_NAME, "kbd")]
     for element in browser.find_elements(By.CSS_SELECTOR, "button, input, select, [role=option]"):
         assert element.accessible_name.strip() or not element.is_displayed(), element.get_attribute("outerHTML")
+
+
+def test_the_drafts_are_one_stop_of_the_keyboard(browser, pages):
+    show(browser, pages("speculation")[0])
+    drafts = browser.find_elements(By.CSS_SELECTOR, "#rounds button")
+    stops = "return [...document.querySelectorAll('#rounds button')].flatMap((b, i) => b.tabIndex < 0 ? [] : [i])"
+    assert browser.execute_script(stops) == [0]
+    browser.execute_script("document.querySelector(\"#rounds [tabindex='0']\").focus()")
+    for _ in range(7):
+        browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element == drafts[7] and browser.execute_script(stops) == [7]
+    assert text(browser, "choice-title").startswith(f"Token {drafts[7].get_attribute('data-item')}: ")
+    drafts[3].click()
+    assert browser.execute_script(stops) == [3]
+
+
+def test_the_first_token_shown_was_not_certain(browser, pages):
+    file, data, _ = pages("plain")
+    show(browser, file)
+    first = next(choice for choice in data["choices"] if choice["left"][-1] > 1)
+    assert first["at"] > data["rows"][0]["n_prompt"]  # " upon a time" goes on with a comma
+    assert text(browser, "choice-title").startswith(f"Token {first['at']}: ")
+    assert browser.switch_to.active_element.get_attribute("data-item") == str(first["at"])
+
+
+def test_a_page_says_what_it_is_a_run_of(browser, pages):
+    file, data, _ = pages("emoji")
+    show(browser, file)
+    assert browser.title.startswith("The \U0001f98a and the") and browser.title.endswith("minigen trace")
+    chips = [chip.text for chip in browser.find_elements(By.CSS_SELECTOR, "#options .chip")]
+    assert chips == data["about"] and minigen.__version__ in chips[1]
+
+
+def test_characters_of_several_tokens_can_be_read(browser, pages):
+    file, *_ = pages("emoji")
+    show(browser, file)
+    above = [element.text for element in browser.find_elements(By.CSS_SELECTOR, "#text rt")]
+    family = ["\U0001f468", "U+200D", "\U0001f469", "U+200D", "\U0001f467"]
+    assert above == ["\U0001f98a", *family, "ß", "é", "U+FEFF"]
+    # Each stands over the tokens whose bytes it is, and no token is broken over two lines, on a phone neither.
+    for ruby, character in zip(browser.find_elements(By.CSS_SELECTOR, "#text ruby"), above, strict=True):
+        code = "".join(token.text.replace("\\x", "") for token in ruby.find_elements(By.CLASS_NAME, "token"))
+        whole = chr(int(character[2:], 16)) if character.startswith("U+") else character
+        assert bytes.fromhex(code).decode() == whole
+    show(browser, file, width=375)
+    lines = "return [...document.querySelectorAll('.token.bytes')].map((token) => token.getClientRects().length)"
+    assert set(browser.execute_script(lines)) == {1}
+    browser.find_elements(By.CSS_SELECTOR, "#text .token")[2].click()
+    assert text(browser, "choice-title").endswith("a part of \U0001f98a")
+    assert text(browser, "attention-text").startswith("Before “")
+    assert browser.find_element(By.ID, "bytes-text").is_displayed()
+    show(browser, pages("plain")[0])
+    assert not browser.find_element(By.ID, "bytes-text").is_displayed()
+
+
+def test_a_wide_table_keeps_its_names_and_marks_what_changed_nothing(browser, pages):
+    file, data, _ = pages("every filter")
+    show(browser, file, width=375)
+    box, name = (browser.find_element(By.CSS_SELECTOR, f"#choice {part}") for part in (".scroll", "tbody td"))
+    left = name.rect["x"]
+    browser.execute_script("arguments[0].scrollLeft = 200", box)
+    assert browser.execute_script("return arguments[0].scrollLeft", box) == 200
+    assert name.rect["x"] == left
+    colours = "[...document.querySelectorAll('#choice td:first-child')].map((cell) => getComputedStyle(cell))"
+    card = browser.execute_script("return getComputedStyle(document.querySelector('.card')).backgroundColor")
+    assert set(browser.execute_script(f"return {colours}.map((style) => style.backgroundColor)")) == {
+        card
+    }  # what scrolls behind them does not show
+    cells = (
+        "return [...document.querySelectorAll('#choice tbody tr')].map((row) => [...row.cells].map((c) => c.innerText))"
+    )
+    idle = 0
+    for choice in data["choices"]:
+        browser.execute_script("chooseToken(arguments[0])", choice["at"])
+        rows = browser.execute_script(cells)
+        for column in range(1, len(data["stages"])):
+            before, after = ([values[i] for _, _, values in choice["candidates"]] for i in (column - 1, column))
+            same = before == after and choice["left"][column - 1] == choice["left"][column]
+            assert [row[column + 1] == "=" for row in rows] == [same] * len(rows)
+            idle += same
+    assert 0 < idle < len(data["choices"]) * (len(data["stages"]) - 1)
+
+
+def test_without_a_cache_the_page_says_so(browser, pages):
+    for kind in ("plain", "no cache"):
+        show(browser, pages(kind)[0])
+        assert browser.find_element(By.ID, "no-cache").is_displayed() == (kind == "no cache")
 
 
 def test_the_ring_shows_what_is_visible(browser, pages):
@@ -143,6 +245,38 @@ def test_the_ring_shows_what_is_visible(browser, pages):
     assert (kinds.count("written"), kinds.count("visible"), kinds.count("hidden")) == (1, 15, 63)
     assert kinds.index("written") == (ring["length"] - 1) % 79
     assert f"{ring['length'] - 1 - 79}, which the window has left behind" in text(browser, "step-text")
+
+
+def test_the_ring_counts_what_is_left_in_it(browser, pages):
+    file, data, _ = pages("long window")
+    show(browser, file)
+    legend = text(browser, "ring-legend")
+    assert "beyond the window" in legend and "taken back" not in legend
+    found = []
+    labels = "return [...document.querySelectorAll('#ring-picture > text')].map((label) => label.textContent)"
+    slots = "return [...document.querySelectorAll('.slot')].map((slot) => slot.classList[1])"
+    for at, step in enumerate(data["steps"]):
+        ring = step["rows"]["0"]
+        browser.execute_script("view.step = arguments[0]; drawRing()", at)
+        words = browser.execute_script(labels)
+        assert words[1] == str(min(71, ring["length"])) and words[2] == "in 71 slots"
+        assert words[3] == (f"of {ring['length']} tokens held" if ring["length"] > 71 else "tokens held")
+        first, end = ring["written"]
+        kinds = browser.execute_script(slots)
+        seen = end - max(first, end - 8)
+        assert (kinds.count("written"), kinds.count("passed")) == (seen, end - first - seen)
+        if end - first > 1:
+            found.append(text(browser, "step-text"))
+    # The prompt's 160 tokens come in three passes, of which the third goes around the end of 71 slots.
+    assert "writes positions 135 to 159 into slots 64 to 70 and 0 to 17. Its last query" in found[2]
+    assert "It overwrites positions 64 to 88, which" in found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_has_no_word_of_the_programs(browser, pages, kind):
+    show(browser, pages(kind)[0])
+    whole = browser.execute_script("return ['header', 'main'].map((n) => document.querySelector(n).textContent).join()")
+    assert not re.search(r"\b(null|undefined|NaN|Infinity|True|False|None)\b", whole)
 
 
 def test_speculation_shows_each_draft(browser, pages):
@@ -158,7 +292,9 @@ def test_speculation_shows_each_draft(browser, pages):
     assert len(browser.find_elements(By.CSS_SELECTOR, "#rounds li.now")) == 1
     # The step after it takes the rejected tokens back.
     browser.execute_script("chooseStep(view.step + 1)")
-    assert "taken back" in text(browser, "step-text")
+    marks = [element.text[:1] for element in browser.find_elements(By.CSS_SELECTOR, "#rounds li.now .draft")]
+    dropped = f" and {marks.count('–')} dropped after it are" if "–" in marks else " is"
+    assert f": the rejected draft{dropped} taken back. " in text(browser, "step-text")
     assert browser.find_elements(By.CSS_SELECTOR, ".slot.undone")
 
 
@@ -172,6 +308,39 @@ def test_the_tree_shows_each_beam(browser, pages):
     select = browser.find_element(By.ID, "row")
     select.send_keys(Keys.ARROW_DOWN)
     assert len(browser.find_elements(By.CSS_SELECTOR, "#tree .path")) == len(done[1].token_ids)
+
+
+def test_a_finished_texts_score_follows_from_its_sum(browser, pages):
+    file, data, _ = pages("beams that end")
+    show(browser, file)
+    found = 0
+    for column, step in enumerate(data["beams"]):
+        browser.execute_script("drawBranch(arguments[0])", column)
+        for row, entry in zip(
+            browser.find_elements(By.CSS_SELECTOR, "#branch tbody tr"), step["candidates"], strict=True
+        ):
+            if "score" in entry:
+                words = re.search(r"score (\S+) = sum (\S+) / (\d+) tokens? \*\* (\S+?)(?:,|$)", row.text)
+                score, total, n, penalty = map(float, words.groups())
+                assert score == pytest.approx(entry["score"], abs=1e-4)
+                assert score == pytest.approx(total / n**penalty, abs=2e-4)
+                found += 1
+    assert found > 4
+
+
+def test_no_two_words_of_the_tree_overlap(browser, pages):
+    file, data, _ = pages("beams that end")
+    show(browser, file)
+    ends = [[entry["parent"] for entry in step["candidates"] if "score" in entry] for step in data["beams"]]
+    assert any(len(set(parents)) < len(parents) for parents in ends)  # two texts that end in one lane at one step
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('#tree text')].map((text) => [text.textContent, text.getBBox()])"
+    )
+    for i, (_, a) in enumerate(boxes):
+        for _, b in boxes[:i]:
+            across = min(a["x"] + a["width"], b["x"] + b["width"]) - max(a["x"], b["x"])
+            down = min(a["y"] + a["height"], b["y"] + b["height"]) - max(a["y"], b["y"])
+            assert across <= 1 or down <= 5, (a, b)  # a box is higher than its letters
 
 
 def luminance(colour):

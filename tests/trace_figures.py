@@ -8,6 +8,8 @@ writes benchmarks/figures/trace.png and trace_speculation.png.
 import tempfile
 from pathlib import Path
 
+from selenium.webdriver.common.by import By
+
 import minigen
 from tests import chromium
 
@@ -17,7 +19,8 @@ FIGURES = Path(__file__).resolve().parents[1] / "benchmarks" / "figures"
 def picture(driver, file, name, token, width, height, dark=False, start="header"):
     """A page after a click on a token, from the element `start` on."""
     chromium.show(driver, file, width, height, dark)
-    driver.execute_script("document.documentElement.style.scrollbarWidth = 'none'; chooseToken(arguments[0])", token)
+    driver.execute_script("document.documentElement.style.scrollbarWidth = 'none'")
+    driver.find_element(By.CSS_SELECTOR, f"#text [data-item='{token}']").click()
     driver.execute_script("scrollTo(0, document.querySelector(arguments[0]).offsetTop - 14)", start)
     driver.save_screenshot(str(FIGURES / name))
 

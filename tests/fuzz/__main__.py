@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.fuzz.runner import run_batch
 
 NAMES = ["checkpoint", "config", "tokenizer", "cli", "prompt", "prompt-cache"]
-BATCH = 1000
+# Inputs of one kind, after which the time is looked at and the next kind has its turn.
+BATCH = 100
 
 
 def main(argv=None):
@@ -25,12 +26,13 @@ def main(argv=None):
     if args.minutes == float("inf") and args.count == 10**9:
         args.minutes = 1
 
+    kinds = [args.only] if args.only else NAMES
     start, seconds = time.monotonic(), defaultdict(float)
     words, faults = defaultdict(Counter), []
     first, end = args.first, args.first + args.count
     while first < end and time.monotonic() - start < args.minutes * 60:
         count = min(BATCH, end - first)
-        for kind in [args.only] if args.only else NAMES:
+        for kind in kinds:
             began = time.monotonic()
             counted, found = run_batch(kind, args.seed, first, count, args.keep)
             seconds[kind] += time.monotonic() - began
@@ -41,7 +43,11 @@ def main(argv=None):
             if time.monotonic() - start >= args.minutes * 60:
                 break
         first += count
-    for kind, counted in words.items():
+    for kind in kinds:
+        counted = words[kind]
+        if not counted:
+            print(f"{kind}: not tried, for the time was up")
+            continue
         outcomes = ", ".join(f"{number} {word}" for word, number in sorted(counted.items()))
         print(f"{kind}: {counted.total()} inputs in {seconds[kind]:.0f} s: {outcomes}")
     print(f"seed {args.seed}, {len(faults)} faults" + (f", inputs in {args.keep}" if faults else ""))
