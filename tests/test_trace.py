@@ -570,6 +570,8 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     options = ["--max-tokens 2", "--seed 1", "logits_processors"]
     found = data_of(file)["about"]
     assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
+    list(traced(tiny().model, tok, PROMPT, file, names=("one", "two"), draft_model=(draft_model().model, tok), seed=1))
+    assert data_of(file)["about"][:2] == [f"model: one, {size}", f"drafts: two, {size}"]
     minigen.trace(tiny().model, tok, PROMPT, file, prompt_lookup_num_tokens=2, seed=1)
     assert "drafts: n-gram lookup in the text" in data_of(file)["about"]
     options = {"num_beams": 2, "early_stopping": True, "length_penalty": 0.5, "max_tokens": 2}
