@@ -412,7 +412,12 @@ class Run(Kind):
         if code == 2:
             # The header may have come before the error.
             lines = [line for line in err if not re.match(r"minigen \d+\.|minigen: warning: |hint: ", line)]
-            require(len(lines) == 1 and lines[0].startswith("minigen: "), f"no sentence: {lines}")
+            errors = [line for line in lines if line.startswith("minigen: ")]
+            if {"-i", "--interactive"} & set(argv):
+                # Each turn has an error or notes of its own, and others follow.
+                require(errors, f"no sentence: {lines}")
+            else:
+                require(len(lines) == 1 == len(errors), f"no sentence: {lines}")
         elif "--json" in argv and not {"-h", "--help", "--version"} & set(argv):
             for line in out.decode("utf-8").split("\n")[:-1]:
                 json.loads(line)
