@@ -255,11 +255,15 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=U
     return one_at_a_time(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
 
 
+def completions(steps):
+    """The `Completion`s that a run's steps end with, in the order of its rows."""
+    finished = [step for step in steps if step.completion]
+    return [step.completion for step in sorted(finished, key=lambda step: step.row)]
+
+
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
     """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
 
     Arguments and errors are those of `stream`.
     """
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, **options)
-    finished = [step for step in steps if step.completion]
-    return [step.completion for step in sorted(finished, key=lambda step: step.row)]
+    return completions(stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, **options))

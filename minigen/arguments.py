@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
         flags = {action.dest: action.option_strings[-1] for action in reversed(actions.values())}
         flags |= {actions[flag].dest: flag for flag in (arg.partition("=")[0] for arg in argv) if flag in actions}
 
+        message = re.sub(r": ignored explicit argument (.*) \(see", r": takes no value; leave \1 out (see", message)
         names = "|".join(OPTION_NAMES & flags.keys())
         message = re.sub(r"^argument (?:\S+/)?(\S+):", lambda match: f"{flags[actions[match[1]].dest]}:", message)
         message = re.sub(rf"^({names}) is .*; it must be (?:None|True|False) (?=with)", r"\1 cannot be given ", message)

@@ -300,6 +300,41 @@ def run_score(args):
     return 0
 
 
+def _print_texts(steps, prompts, args, model, decoding, tokenizer):
+    """Print each row's prompt and text, as they come, or its JSON; the rows' `Completion`s.
+
+    model: its name. tokenizer: where tokens are to be coloured, or else None.
+    """
+    completions, row, line_open, unshown = [], None, False, ""
+    try:
+        for step in _in_row_order(steps):
+            done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
+            if args.json:
+                text = _as_json(step, prompt, model, decoding.seed) if done else ""
+            else:
+                if step.row != row:
+                    painter = Painter(tokenizer) if tokenizer else None
+                text = painter.paint(step) if painter else step.text
+                if step.row != row:
+                    text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
+            if args.no_stream:
+                text, unshown = (unshown + text, "") if done else ("", unshown + text)
+            row = step.row
+            line_open = not text.endswith("\n") if text else line_open
+            if done and line_open:
+                text, line_open = text + "\n", False
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if done:
+                completions.append(done)
+    finally:
+        # Where an error or Ctrl-C ends the run, the text so far is shown, and on lines of its own.
+        if line_open or unshown:
+            sys.stdout.write(unshown + "\n")
+            sys.stdout.flush()
+    return completions
+
+
 def run(args, as_typed):
     """Read the prompts, load the models, print the continuations; the exit code.
 
@@ -325,7 +360,11 @@ def run(args, as_typed):
     options |= {"seed": decoding.seed, "logit_bias": dict(options.get("logit_bias", ()))}
     if args.trace is not None:
         check_file(args.trace)
-        for flag, path in (("--prompt-cache", args.prompt_cache), ("--file", args.file)):
+        for flag, path in (
+            ("--prompt-cache", args.prompt_cache),
+            ("--file", args.file),
+            ("--prompts-file", args.prompts_file),
+        ):
             if path is not None and os.path.realpath(path) == os.path.realpath(args.trace):
                 raise ValueError(f"--trace and {flag} are both {path}: name another file for one of them")
     prompts = read_prompts(args)
@@ -355,35 +394,9 @@ def run(args, as_typed):
         if coloured and has_colours(sys.stderr):
             _note(legend())
 
-    completions, row, line_open, unshown = [], None, False, ""
-    with contextlib.closing(steps):  # a trace is written then, or cannot be, of which the collector would tell nobody
-        try:
-            for step in _in_row_order(steps):
-                done, prompt = step.completion, prompts[step.row // decoding.num_return_sequences]
-                if args.json:
-                    text = _as_json(step, prompt, name, decoding.seed) if done else ""
-                else:
-                    if step.row != row:
-                        painter = Painter(tokenizer) if coloured else None
-                    text = painter.paint(step) if painter else step.text
-                    if step.row != row:
-                        text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
-                if args.no_stream:
-                    text, unshown = (unshown + text, "") if done else ("", unshown + text)
-                row = step.row
-                line_open = not text.endswith("\n") if text else line_open
-                if done and line_open:
-                    text, line_open = text + "\n", False
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                if done:
-                    completions.append(done)
-        finally:
-            # Where an error or Ctrl-C ends the run, the text so far is shown, and on lines of its own.
-            if line_open or unshown:
-                sys.stdout.write(unshown + "\n")
-                sys.stdout.flush()
-
+    # Closed here, because a trace is then written, or cannot be, of which the garbage collector would tell nobody.
+    with contextlib.closing(steps):
+        completions = _print_texts(steps, prompts, args, name, decoding, tokenizer if coloured else None)
     if decoding.logprobs is not None and not args.json:
         for done in completions:
             (_note_logprobs if "logprobs" in args else _note_unlikely)(done)
@@ -427,6 +440,8 @@ def main(argv=None):
             return 2
         except (OSError, ValueError) as error:
             message = as_typed(str(error)) if isinstance(error, ValueError) else str(error)
+            if isinstance(error, OSError) and error.errno is not None:  # the sentences of our own have none
+                message = f"cannot write the text: {error.strerror}; send it somewhere else"
             _note("minigen: " + " ".join(message.splitlines()))  # a file's name may hold a line break
             return 2
         finally:

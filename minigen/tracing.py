@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import minigen
-from minigen.api import stream
+from minigen.api import completions, stream
 from minigen.beam import BeamConfig
 from minigen.checks import is_number
 from minigen.files import beside, replace_file
@@ -462,6 +462,4 @@ def trace(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **op
     file: a path; the page is one HTML file that needs nothing else. Other arguments and errors are those of `generate`,
     and OSError is raised before anything is computed where `file` cannot be written. The texts are those of `generate`.
     """
-    steps = traced(model, tokenizer, prompts, file, draft_model=draft_model, cache=cache, **options)
-    finished = [step for step in steps if step.completion]
-    return [step.completion for step in sorted(finished, key=lambda step: step.row)]
+    return completions(traced(model, tokenizer, prompts, file, draft_model=draft_model, cache=cache, **options))

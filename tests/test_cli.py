@@ -622,6 +622,7 @@ def test_a_full_disk():
         code, _, err = run("hi", "-n", "2", "-q", stdout=full)
     assert code == 2
     assert len(err.splitlines()) == 1 and err.startswith(b"minigen: ") and b"No space" in err
+    assert b"cannot write the text" in err and b"Errno" not in err
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -718,6 +719,7 @@ def test_bad_options_are_refused_before_the_model_is_loaded(cli, args, words):
         (["--repeat-penaltyy=1"], "--repeat-penaltyy: did you mean --repeat-penalty?"),
         (["--top_p", "1"], "--top_p: did you mean --top-p?"),
         (["-x"], "-x: a prompt that begins so stands after --"),
+        (["--json=1"], "--json: takes no value; leave '1' out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
