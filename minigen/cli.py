@@ -377,7 +377,7 @@ def run(args, as_typed):
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = find(args.model)
     model, tokenizer = load(folder)
-    draft_model = load(draft_name) if draft_name else None
+    draft_model = None if draft_name is None else load(draft_name)
     # Until here a signal does what `__main__` says: a download's threads would let an exception wait for them.
     signals.raise_once()
     if args.interactive:
