@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT, Parser
 
-NOT_SCRIPTS = ("__init__", "all", "drawings", "engines", "harness")
+NOT_SCRIPTS = ("__init__", "all", "engines", "harness")
 SCRIPTS = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_SCRIPTS)
 
 

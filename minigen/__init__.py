@@ -39,16 +39,16 @@ def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from minigen.api import generate, load, stream
-    from minigen.beam import BeamConfig
-    from minigen.cache import KVCache
-    from minigen.decode import Completion, DecodingConfig, PrefixCache, Step
-    from minigen.model import GPT2, GPT2Config
-    from minigen.sampler import History, SamplingConfig, draw, probs
+    from minigen.engine.beam import BeamConfig
+    from minigen.engine.cache import KVCache
+    from minigen.engine.decode import Completion, DecodingConfig, PrefixCache, Step
+    from minigen.engine.model import GPT2, GPT2Config
+    from minigen.engine.sampler import History, SamplingConfig, draw, probs
+    from minigen.engine.speculative import SpeculationConfig
     from minigen.scoring import Score, score
     from minigen.session import Session
-    from minigen.speculative import SpeculationConfig
-    from minigen.tokenizer import Tokenizer
-    from minigen.tracing import trace
+    from minigen.text.tokenizer import Tokenizer
+    from minigen.tracing.recorder import trace
 
     globals().update({key: value for key, value in locals().items() if key in __all__})
     return globals()[name]

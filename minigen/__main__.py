@@ -1,6 +1,6 @@
 """The command, as `minigen` or as `python -m minigen`: what a signal does until the first text is made."""
 
-from minigen import signals
+from minigen.command import signals
 
 
 def main():
@@ -9,10 +9,10 @@ def main():
     # signal just ends it: an exception would be a traceback, get lost in a module that is being set up, or wait for
     # threads.
     signals.exit_at_once()
-    from minigen import cli
+    from minigen.command import main as command
 
     try:
-        return cli.main()
+        return command.main()
     finally:
         signals.ignore()
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from minigen.beam import BeamConfig, beam_search
-from minigen.checkpoint import find, load_config, read_tensors
-from minigen.checks import is_int, require
-from minigen.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode, one_at_a_time
-from minigen.model import GPT2
-from minigen.sampler import SamplingConfig
-from minigen.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
-from minigen.tokenizer import Tokenizer
+from minigen.engine.beam import BeamConfig, beam_search
+from minigen.engine.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode, one_at_a_time
+from minigen.engine.model import GPT2
+from minigen.engine.sampler import SamplingConfig
+from minigen.engine.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
+from minigen.engine.validation import is_int, require
+from minigen.files.checkpoint import load_config, read_tensors
+from minigen.files.hub import find
+from minigen.text.tokenizer import Tokenizer
 
 
 class Options(NamedTuple):

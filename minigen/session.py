@@ -3,8 +3,8 @@
 import threading
 
 from minigen.api import check_options, stream
-from minigen.checks import require
-from minigen.decode import PrefixCache, one_at_a_time, shifted
+from minigen.engine.decode import PrefixCache, one_at_a_time, shifted
+from minigen.engine.validation import require
 
 
 class Session:

@@ -20,12 +20,13 @@ import warnings
 import numpy as np
 
 import minigen
-from minigen import GPT2, Tokenizer, cli
-from minigen.checkpoint import load_config, read_tensors
+from minigen import GPT2, Tokenizer
+from minigen.command import main as cli
+from minigen.files.checkpoint import load_config, read_tensors
 from tests.fuzz.judge import Wrong, parameters
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
-from tests.reference import reference_logits
-from tests.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
+from tests.oracles.reference import reference_logits
+from tests.text.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
 from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches

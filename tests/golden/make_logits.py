@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.reference import ACT, reference_logits
+from tests.oracles.reference import ACT, reference_logits
 from tests.tiny import random_params
 
 N_PROMPT, N_COLUMNS, N_START, N_GREEDY = 200, 64, 20, 100

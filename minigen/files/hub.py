@@ -1,0 +1,162 @@
+"""From a name to a checkpoint folder: a local folder, a bundled model, or a repository of the Hugging Face hub."""
+
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from minigen.engine.validation import shown
+from minigen.files.checkpoint import _weight_files
+
+DEFAULT_MODEL = "fairytale"
+# The bundled models: inside the package in an installed wheel, beside it in a checkout.
+WEIGHTS_FOLDERS = [folder / "weights" for folder in Path(__file__).resolve().parents[1:3]]
+# What is fetched of a hub repository, which may hold the same weights in five other formats.
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+]
+
+
+def _bundled_names():
+    return ", ".join(
+        sorted({path.parent.name for weights in WEIGHTS_FOLDERS for path in weights.glob("*/config.json")})
+    )
+
+
+def _lacks(folder):
+    """What a folder lacks to be a checkpoint, as a sentence; None where all files are there, usable or not."""
+    try:
+        _weight_files(folder)
+    except OSError as error:
+        return str(error)
+    except ValueError:
+        pass  # an index that cannot be used: whoever reads it will say so
+    if not (folder / "config.json").is_file():
+        return f"{folder} has no config.json"
+    if (folder / "tokenizer.json").is_file() or all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return None
+    return f"{folder} has neither vocab.json with merges.txt nor tokenizer.json"
+
+
+def _download(repo_id):
+    """Fetch a hub repository, as far as it is needed, into the local cache; the snapshot folder.
+
+    A token that the hub refuses is left out, for a public repository needs none. Raises OSError, in one sentence that
+    says what to do; none of them shows a token.
+    """
+    # Imported here because it takes longer than everything else together, and most runs need no hub.
+    from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download, utils
+
+    utils.logging.set_verbosity_error()  # it tries again by itself, and that is all its warnings say
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    token, advice = None, ""
+
+    def ask():
+        # snapshot_download asks the same first, but would wait without limit for an answer.
+        HfApi().model_info(repo_id, token=token, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+    try:
+        try:
+            ask()
+        except errors.HfHubHTTPError as error:
+            if error.response.status_code != 401 or not get_token():
+                raise
+            token = False
+            refused = "the hub refused your token: renew it with `hf auth login`, or unset HF_TOKEN"
+            advice = f"; {refused}"
+            ask()
+            warnings.warn(f"{refused}; {repo_id} is public and is fetched without", stacklevel=4)
+        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES, token=token))
+    except errors.GatedRepoError as error:
+        sentence = f"{repo_id} asks its users to accept terms: do so on its page, then `hf auth login`"
+        raise OSError(sentence + advice) from error
+    except errors.RepositoryNotFoundError as error:
+        sentence = f"the hub has no model {repo_id!r}: check the name, or run `hf auth login` if it is private"
+        raise OSError(sentence + advice) from error
+    except Exception as error:  # a broken connection's exceptions are those of the HTTP client, which varies
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            sentence = (
+                f"the hub does not let you read {repo_id}: ask for access on its page, or `hf auth login` as another"
+            )
+            raise OSError(sentence + advice) from error
+        if isinstance(error, OSError) and error.strerror:  # a full disk, or one that may not be written to
+            raise OSError(
+                f"cannot write {repo_id} to the local cache ({constants.HF_HUB_CACHE}): {error.strerror}; make room "
+                "there, or set HF_HOME to another folder"
+            ) from error
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        problem = re.sub(r"Bearer .*|hf_\w+", "your token", problem)  # a header that cannot be sent is quoted whole
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and cannot be downloaded "
+            f"({problem}); try again later, or give the folder of a checkpoint"
+        ) from error
+
+
+def _from_hub(repo_id):
+    """The snapshot folder of a hub repository: from the local cache if it is complete there, else downloaded."""
+    from huggingface_hub import constants
+
+    # The library's own look into its cache wants every file that the repository has; what is needed is enough here.
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    main = cached / "refs" / "main"
+    snapshots = [cached / "snapshots" / main.read_text().strip()] if main.is_file() else cached.glob("snapshots/*")
+    for folder in snapshots:
+        if not _lacks(folder):
+            return folder
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(
+            f"{repo_id} is not complete in the local cache ({constants.HF_HUB_CACHE}) and HF_HUB_OFFLINE is set: unset "
+            "it and go online once, or give the folder of a checkpoint"
+        )
+    folder = _download(repo_id)
+    if problem := _lacks(folder):
+        raise OSError(f"{repo_id} is no checkpoint that can be used: {problem}; choose another, or convert it yourself")
+    return folder
+
+
+def find(name=None):
+    """The folder of a checkpoint.
+
+    name: an existing folder; else the name of a model under weights/; else a hub id, `gpt2`, `gpt2-medium` ... and
+    `distilgpt2` standing for their full ids; None for the bundled default. A model from the hub is downloaded once;
+    what is in the local cache is used without touching the network. Raises OSError where there is nothing to find.
+    """
+    path = Path(os.path.expanduser(DEFAULT_MODEL if name is None else name))
+    if name and os.path.isdir(path):  # os.path's tests say no to names that no file can have; Path's raise
+        return path
+    if name and os.path.isfile(path):
+        raise OSError(f"{path} is a file; give the folder that holds config.json and model.safetensors")
+    for weights in WEIGHTS_FOLDERS:
+        if path.name and os.path.isfile(weights / path / "config.json"):
+            return weights / path
+    repo_id = str(name)
+    if repo_id == "distilgpt2":
+        repo_id = "distilbert/distilgpt2"
+    elif re.fullmatch(r"gpt2(-\w+)?", repo_id):
+        repo_id = f"openai-community/{repo_id}"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
+        raise OSError(
+            f"there is no checkpoint {shown(str(name))}: give an existing folder, one of {_bundled_names()}, "
+            "gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, or a hub id such as owner/name"
+        )
+    return _from_hub(repo_id)
+
+
+def default_draft(name=None):
+    """The name of the model that drafts for another one. Raises ValueError where none is known to fit."""
+    if name in (None, DEFAULT_MODEL):
+        return "distilfairytale"
+    if re.fullmatch(r"(openai-community/)?gpt2(-\w+)?", name):
+        return "distilgpt2"
+    raise ValueError(f"no draft model is known for {name}: name one of the same vocabulary with --draft-model NAME")

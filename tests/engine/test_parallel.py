@@ -1,0 +1,326 @@
+"""Work shared among threads, and the linear layers that do so: results, errors, forks, exits, choice of layout."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minigen.engine import linear as linear_module
+from minigen.engine import ops
+from minigen.engine import parallel as threads
+from minigen.engine.linear import lay_out, linear
+from minigen.engine.ops import attention
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Three threads whatever the machine has, and workers of this test's own."""
+    monkeypatch.setattr(threads, "THREADS", 3)
+    for module in (ops, linear_module):
+        monkeypatch.setattr(module, "THREADS", 3)
+    monkeypatch.setattr(threads, "_jobs", None)
+
+
+def python(code, **environment):
+    """Run code in a fresh process; its stdout. It must end by itself, without a word on stderr."""
+    without = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MINIGEN_LINEAR")
+    env = {name: value for name, value in os.environ.items() if name not in without} | environment
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout
+
+
+# ---- share -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 50])
+def test_every_task_runs_once_and_all_are_done_on_return(three_threads, n):
+    for _ in range(20):
+        done = []
+
+        def task(i, done=done):
+            time.sleep(0.0002 * (i % 3))
+            done.append(i)
+
+        threads.share(task, n)
+        assert sorted(done) == list(range(n))
+
+
+def test_several_threads_work_on_one_call(three_threads):
+    meeting = threading.Barrier(3)  # passed only if three tasks run at the same time
+    threads.share(lambda i: meeting.wait(timeout=20), 3)
+
+
+def test_one_thread_means_the_callers_own(monkeypatch):
+    monkeypatch.setattr(threads, "THREADS", 1)
+    monkeypatch.setattr(threads, "_jobs", None)
+    names = set()
+    threads.share(lambda i: names.add(threading.current_thread()), 10)
+    assert names == {threading.current_thread()}
+    assert threads._jobs is None
+
+
+def test_workers_that_are_busy_are_not_waited_for(three_threads):
+    release, started = threading.Event(), threading.Barrier(4)
+
+    def block(i):
+        started.wait(timeout=20)
+        release.wait(timeout=20)
+
+    # Three tasks that block: on the thread that called, and on both workers.
+    other = threading.Thread(target=threads.share, args=(block, 3))
+    other.start()
+    started.wait(timeout=20)
+    done = []
+    threads.share(done.append, 7)  # nobody but this thread is free
+    assert sorted(done) == list(range(7))
+    release.set()
+    other.join(timeout=20)
+    assert not other.is_alive()
+
+
+@pytest.mark.parametrize("where", ["caller", "worker"])
+def test_an_error_is_raised_after_all_tasks_have_ended(three_threads, where):
+    caller, done, meeting = threading.current_thread(), [], threading.Barrier(3)
+
+    def task(i):
+        meeting.wait(timeout=20)
+        if (threading.current_thread() is caller) == (where == "caller"):
+            raise MemoryError(f"task {i}")
+        time.sleep(0.05)
+        done.append(i)
+
+    with pytest.raises(MemoryError, match="task"):
+        threads.share(task, 3)
+    assert len(done) == (2 if where == "caller" else 1)
+    threads.share(done.append, 3)  # and the workers live on
+
+
+def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_threads, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match=r"can't start new thread.*OPENBLAS_NUM_THREADS=1"):
+            threads.share(lambda i: None, 3)
+    assert threads._jobs is None
+    done = []
+    threads.share(done.append, 3)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_a_task_may_share_in_turn(three_threads):
+    done = []
+    threads.share(lambda i: threads.share(lambda j: done.append((i, j)), 3), 4)
+    assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"OPENBLAS_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OPENBLAS_NUM_THREADS": "3", "OMP_NUM_THREADS": "1"}, 3),
+        ({"OPENBLAS_NUM_THREADS": "100"}, 8),
+        ({"OPENBLAS_NUM_THREADS": "0"}, None),
+        ({"OPENBLAS_NUM_THREADS": "many"}, None),
+        ({"OPENBLAS_NUM_THREADS": "²"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_number_of_threads(environment, expected):
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = int(python("from minigen.engine.parallel import THREADS; print(THREADS)", **environment))
+    assert found == (expected or min(usable, 8))
+
+
+START = "import threading, minigen; assert threading.active_count() == 1;"
+RUN = (
+    "import numpy as np; from minigen.engine import linear, ops, parallel as threads;"
+    "threads.THREADS = ops.THREADS = linear.THREADS = 2;"
+    "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
+    "weight = linear.lay_out(w, 'rows');"
+    "right = lambda: np.array_equal(linear.linear(x, weight), x @ w);"  # small whole numbers: exact in any order
+)
+
+
+def test_importing_starts_no_thread_and_a_run_ends_with_its_process():
+    code = START + "m, t = minigen.load('distilfairytale'); print(minigen.generate(m, t, 'The', max_tokens=3)[0].text)"
+    assert python(code)
+    started = RUN + "import threading; assert right(); print(threading.active_count())"
+    assert python(started) == "2\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_computes_with_threads_of_its_own():
+    code = (
+        "import os, sys, threading, warnings; warnings.simplefilter('ignore');"
+        + RUN
+        + """
+assert right()
+child = os.fork()
+if child == 0:
+    alone = threading.active_count()
+    os._exit(0 if right() and (alone, threading.active_count()) == (1, 2) else 1)
+print(os.waitpid(child, 0)[1], right())
+"""
+    )
+    assert python(code) == "0 True\n"
+
+
+# ---- linear layers and attention on several threads --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+def test_linear_on_several_threads_is_the_same_product(three_threads, order):
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal((768, 1403)).astype(np.float32)
+    weight = lay_out(matrix, order)
+    for n_rows in (1, 2, 5, 16, 17, 31):
+        x = rng.standard_normal((n_rows, 768)).astype(np.float32)
+        np.testing.assert_allclose(linear(x, weight), x.astype(float) @ matrix.astype(float), atol=5e-4)
+
+
+def test_two_threads_may_use_one_weight_at_once(three_threads):
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
+    weight = lay_out(matrix, "rows")
+    wrong = []
+
+    def run(seed):
+        own = np.random.default_rng(seed)
+        for _ in range(50):
+            x = own.integers(-3, 4, (own.integers(1, 12), 512)).astype(np.float32)
+            if not np.array_equal(linear(x, weight), x @ matrix):
+                wrong.append(seed)
+
+    runners = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    assert not wrong
+
+
+def slow_attention(q, keys, values, scale, mask):
+    """softmax(q @ k.T * scale) @ v in float64, query by query."""
+    B, H, D, T = q.shape
+    out = np.zeros((B, T, H, D))
+    for b, h, t in np.ndindex(B, H, T):
+        scores = keys[b, h].T.astype(float) @ q[b, h, :, t].astype(float) * scale
+        if mask is not None:
+            scores[~mask[b if len(mask) > 1 else 0, 0, t]] = -np.inf
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ values[b, h].T.astype(float)
+    return out
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("B", "H", "T", "S", "D"),
+    [
+        (1, 2, 1, 1, 4),
+        (1, 3, 1, 300, 64),
+        (1, 12, 1, 900, 64),
+        (1, 4, 3, 2100, 64),
+        (2, 4, 5, 130, 64),
+        (1, 2, 40, 40, 8),
+        (3, 2, 70, 200, 16),
+    ],
+)
+def test_attention_is_the_formula(three_threads, B, H, T, S, D, masked):
+    rng = np.random.default_rng(T)
+    q = 3 * rng.standard_normal((B, H, D, T)).astype(np.float32)
+    # Views of a longer cache, as attention gets them; what lies behind must not be read.
+    keys, values = (np.full((B, H, D, S + 5), np.nan, np.float32)[..., :S] for _ in range(2))
+    keys[:], values[:] = rng.standard_normal((2, B, H, D, S))
+    mask = None
+    if masked:
+        mask = rng.random((B, 1, T, S)) < 0.3
+        mask[..., S // 3] |= ~mask.any(-1)
+        mask[:, :, T // 2 :, S // 2 :] = False  # whole columns that later chunks of queries do not see
+        mask[..., 0] |= ~mask.any(-1)
+    before = q.copy()
+    found = attention(q, keys, values, np.float32(0.3), mask)
+    assert (found.shape, found.dtype) == ((B, T, H, D), np.float32)
+    np.testing.assert_allclose(found, slow_attention(q, keys, values, 0.3, mask), atol=2e-5)
+    np.testing.assert_array_equal(q, before)
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(3, -2)], ids=["contiguous", "a slice"])
+def test_elementwise_is_the_function_of_every_value(columns):
+    x = np.random.default_rng(0).standard_normal((3, 700, 101)).astype(np.float32)[..., columns]
+    expected = 2 * x + 1
+    np.testing.assert_array_equal(ops.elementwise(lambda piece: 2 * piece + 1, x), expected)
+
+
+# ---- the choice of layout ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["blocks", "plain", "rows", "columns"])
+def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
+    real_blocks, real_singles = linear_module._by_blocks, linear_module._one_by_one
+
+    def by_blocks(x, blocks):
+        rows = blocks.strides[1] < blocks.strides[2]
+        if slow == "blocks" or slow == ("rows" if rows else "columns"):
+            time.sleep(0.01)
+        return real_blocks(x, blocks)
+
+    def one_by_one(x, weight):
+        if slow != "blocks":
+            time.sleep(0.02)
+        return real_singles(x, weight)
+
+    monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
+    monkeypatch.setattr(linear_module, "_by_blocks", by_blocks)
+    monkeypatch.setattr(linear_module, "_one_by_one", one_by_one)
+    found = linear_module._order.__wrapped__()
+    assert found in {"blocks": ["plain"], "plain": ["rows", "columns"], "rows": ["columns"], "columns": ["rows"]}[slow]
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_blocks", "contiguous"), [("plain", None, 1), ("rows", 4, 1), ("columns", 4, 2)], ids=str
+)
+def test_minigen_linear_forces_a_layout(asked, n_blocks, contiguous):
+    code = (
+        "import numpy as np; from minigen.engine.linear import lay_out;"
+        "blocks = lay_out(np.ones((100, 256), np.float32)).blocks;"
+        "print(*(None, 1) if blocks is None else (len(blocks), blocks.strides.index(4)))"
+    )
+    assert python(code, MINIGEN_LINEAR=asked) == f"{n_blocks} {contiguous}\n"
+    assert python(code, MINIGEN_LINEAR="blocks").startswith("4 ")
+
+
+def test_another_value_of_minigen_linear_is_refused():
+    env = os.environ | {"MINIGEN_LINEAR": "fast"}
+    run = subprocess.run([sys.executable, "-m", "minigen", "a"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert "MINIGEN_LINEAR" in run.stderr and "fast" in run.stderr and "rows" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("n_in", [8, 100, 768, 1024, 1280, 1600, 3072, 4096, 6400, 20000])
+def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in, order):
+    sizes, real = [], np.matmul
+
+    def matmul(a, b, out=None):
+        sizes.append((a.shape[-2], a.shape[-2] * a.shape[-1] * b.shape[-1]))
+        return real(a, b, out=out)
+
+    weight = lay_out(np.ones((n_in, 70), np.float32), order)
+    monkeypatch.setattr(ops.np, "matmul", matmul)
+    for n_rows in (1, 2, 3, 8, 9, 16, 17, 31):
+        linear(np.ones((n_rows, n_in), np.float32), weight)
+    assert sizes and all(rows >= 2 and product <= 1_000_000 for rows, product in sizes)

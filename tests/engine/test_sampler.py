@@ -1,0 +1,1274 @@
+"""minigen.engine.sampler against transformers' outcomes, slow float64 definitions, properties and statistics.
+
+Oracles: golden/sampler.npz (transformers' own processors and warpers, see golden/make_sampler.py), the ref_* functions
+below (float64, written from the definitions), exact probabilities that were worked out by hand, and chi-square tests
+with fixed seeds. Outcomes that hang on rounding are left out of the inputs instead of loosening a comparison.
+"""
+
+import itertools
+import math
+import re
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from minigen.engine.sampler import (
+    History,
+    SamplingConfig,
+    apply_logit_bias,
+    apply_presence_frequency,
+    apply_repetition_penalty,
+    apply_temperature,
+    ban_repeated_ngrams,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical_p,
+    log_softmax,
+    probs,
+    process,
+)
+from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, columns, make_case, moments
+
+pytestmark = pytest.mark.filterwarnings("error")  # no overflow or invalid value on the way to a good result
+
+INF = math.inf
+NAN = math.nan
+OFF = dict(temperature=1.0, top_p=1.0)  # the other options' defaults are "off"
+EMPTY = History([], 0)
+
+fixed = settings(deadline=None, derandomize=True, database=None, max_examples=60)  # the same examples in every run
+
+
+def read_only(values):
+    """float32 [V] that nothing may write to."""
+    values = np.array(values, dtype=np.float32)
+    values.setflags(write=False)
+    return values
+
+
+def row(*values):
+    return read_only(values)
+
+
+def kept_ids(logits):
+    return np.flatnonzero(np.asarray(logits) > -INF).tolist()
+
+
+def run(logits, ids=(), n_prompt=0, **options):
+    """probs() with everything off but the given options."""
+    return probs(read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options))
+
+
+def treat(logits, ids=(), n_prompt=0, **options):
+    """process() with everything off but the given options, as a list."""
+    return process(read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options)).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The definitions, slow and in float64. x: float64 [V] -> float64 [V], removed = -inf.
+
+
+def ref_softmax(x):
+    best = max(x)
+    weights = [math.exp(v - best) for v in x]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def ref_repetition(x, ids, penalty):
+    seen = set(ids)
+    return np.array([v if i not in seen else v * penalty if v < 0 else v / penalty for i, v in enumerate(x)])
+
+
+def ref_presence_frequency(x, output, presence, frequency):
+    output = list(output)
+    return np.array([v - frequency * output.count(i) - presence * (i in output) for i, v in enumerate(x)])
+
+
+def ref_ngrams(x, ids, size):
+    ids, n = list(ids), len(ids)
+    banned = {ids[i + size - 1] for i in range(n - size + 1) if ids[i : i + size - 1] == ids[n - size + 1 :]}
+    return np.array([-INF if i in banned else v for i, v in enumerate(x)])
+
+
+def ref_bias(x, bias):
+    return np.array([v + bias.get(i, 0.0) for i, v in enumerate(x)])
+
+
+def ref_keep(x, ids):
+    ids = set(ids)
+    return np.array([v if i in ids else -INF for i, v in enumerate(x)])
+
+
+def ref_nucleus(order, p, mass):
+    """The ids of `order` whose mass before them is < mass. Second result: how near a border lies."""
+    before = [math.fsum(p[i] for i in order[:n]) for n in range(min(len(order), 64))]
+    before += list(np.cumsum([p[i] for i in order])[len(before) - 1 : -1])
+    return [i for i, b in zip(order, before, strict=True) if b < mass], min(abs(b - mass) for b in before)
+
+
+def ref_top_k(x, k):
+    return ref_keep(x, sorted(range(len(x)), key=lambda i: (-x[i], i))[:k])
+
+
+def ref_top_p(x, mass):
+    return ref_keep(x, ref_nucleus(sorted(range(len(x)), key=lambda i: (-x[i], i)), ref_softmax(x), mass)[0])
+
+
+def ref_min_p(x, fraction):
+    border = max(x) + math.log(fraction)
+    return ref_keep(x, [i for i, v in enumerate(x) if v >= border])
+
+
+def ref_distance(x):
+    """How far each token's surprise -log p lies from the expected one, the entropy (Meister et al., 2022)."""
+    p = ref_softmax(x)
+    surprise = [-math.log(q) if q > 0 else INF for q in p]
+    entropy = math.fsum(q * s for q, s in zip(p, surprise, strict=True) if q > 0)
+    return [abs(s - entropy) for s in surprise]
+
+
+def ref_typical_p(x, mass):
+    distance = ref_distance(x)
+    return ref_keep(x, ref_nucleus(sorted(range(len(x)), key=lambda i: (distance[i], i)), ref_softmax(x), mass)[0])
+
+
+REF_WARPERS = {
+    "temperature": lambda x, t: x / t,
+    "top_k": ref_top_k,
+    "top_p": ref_top_p,
+    "min_p": ref_min_p,
+    "typical_p": ref_typical_p,
+}
+
+
+def ref_process(logits, ids, n_prompt, options):
+    x = np.asarray(logits, dtype=np.float64)
+    x = ref_repetition(x, ids, options.get("repetition_penalty", 1.0))
+    presence, frequency = options.get("presence_penalty", 0.0), options.get("frequency_penalty", 0.0)
+    x = ref_presence_frequency(x, ids[n_prompt:], presence, frequency)
+    if options.get("no_repeat_ngram_size"):
+        x = ref_ngrams(x, ids, options["no_repeat_ngram_size"])
+    return ref_bias(x, options.get("logit_bias", {}))
+
+
+def ref_logits(logits, ids, n_prompt, options):
+    """The whole chain in the documented order."""
+    x = ref_process(logits, ids, n_prompt, options)
+    for name in WARPERS:
+        if name in options:
+            x = REF_WARPERS[name](x, options[name])
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers
+
+
+def golden():
+    """Yields (Case, option or None, kept bool [V], tie, stored numbers) of every golden case."""
+    with np.load(Path(__file__).parents[1] / "golden" / "sampler.npz") as file:
+        data = dict(file)
+    at_bits = at_few = at_wide = 0
+    for vocab, option, seed, tie in data["cases"].tolist():
+        only = None if option < 0 else OPTIONS[option]
+        case = make_case(vocab, seed, only)
+        case.logits.setflags(write=False)
+        order = np.argsort(-case.logits, kind="stable")
+        n_bytes = (vocab + 7) // 8
+        kept = np.zeros(vocab, dtype=bool)
+        kept[order] = np.unpackbits(data["bits"][at_bits : at_bits + n_bytes], count=vocab)
+        at_bits += n_bytes
+        n = int(kept.sum())
+        if n <= COLUMNS:
+            p = np.zeros(vocab)
+            p[order[kept[order]]] = data["few"][at_few : at_few + n]
+            at_few += n
+            stored = (p,)
+        else:
+            stored = (data["columns"][at_wide], data["moments"][at_wide])
+            at_wide += 1
+        yield case, only, kept, None if tie < 0 else WARPERS[tie], stored
+    assert (at_bits, at_few, at_wide) == (len(data["bits"]), len(data["few"]), len(data["columns"]))
+
+
+GOLDEN = {vocab: [] for vocab in VOCABULARIES}
+for _entry in golden():
+    GOLDEN[len(_entry[0].logits)].append(_entry)
+
+
+def test_golden_covers_what_it_should():
+    counts = {vocab: len(entries) for vocab, entries in GOLDEN.items()}
+    assert sum(counts.values()) >= 600 and all(count >= 100 for count in counts.values()), counts
+    combined = [e for entries in GOLDEN.values() for e in entries if e[1] is None]
+    for a, b in itertools.combinations(OPTIONS, 2):
+        assert sum(a in e[0].options and b in e[0].options for e in combined) >= 50, (a, b)
+    ties = [e[3] for entries in GOLDEN.values() for e in entries]
+    assert all(ties.count(name) >= 5 for name in ("top_k", "top_p", "typical_p"))
+
+
+def assert_lowest_ids(kept, theirs, value, tie, options):
+    """transformers' set `theirs`, minigen's set `kept`, and the value (float64 [V], larger is better) the filter ranks.
+
+    The rule, stated: better tokens than the border's are kept by both; among those equal to the border's, minigen
+    keeps the lowest ids; how many it keeps is k for top_k, transformers' number for top_p, and for typical_p (where
+    transformers keeps every equal token) all that are needed to reach the mass.
+    """
+    border = value[theirs].min()
+    assert np.array_equal(kept[value != border], theirs[value != border])
+    equal = np.flatnonzero(value == border)
+    n = int(kept[equal].sum())
+    assert n >= 1 and kept[equal[:n]].all() and not kept[equal[n:]].any()
+    if tie == "top_k":
+        assert kept.sum() == options["top_k"] < theirs.sum()
+    elif tie == "top_p":
+        assert kept.sum() == theirs.sum()
+    else:
+        assert not np.any(kept & ~theirs)
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_same_tokens_and_probabilities_as_transformers(vocab):
+    for number, (case, _, kept, tie, stored) in enumerate(GOLDEN[vocab]):
+        logits, ids, n_prompt, options = case
+        p = run(logits, ids, n_prompt, **options)
+        mine = p > 0
+        where = f"case {number}: {options}, ids {ids}, n_prompt {n_prompt}"
+        assert p.dtype == np.float64 and p.shape == (vocab,) and abs(p.sum() - 1) < 1e-12, where
+        if tie is None:
+            assert np.array_equal(mine, kept), f"{where}: kept {mine.sum()} tokens, transformers {kept.sum()}"
+            if len(stored) == 1:
+                np.testing.assert_allclose(p, stored[0], rtol=0, atol=1e-6, err_msg=where)
+            else:
+                np.testing.assert_allclose(p[columns(vocab)], stored[0], rtol=0, atol=1e-6, err_msg=where)
+                np.testing.assert_allclose(moments(p), stored[1], rtol=0, atol=2e-6, err_msg=where)
+        else:
+            before = ref_logits(logits, ids, n_prompt, {k: v for k, v in options.items() if k != tie})
+            value = before if tie != "typical_p" else -np.array(ref_distance(before))
+            assert_lowest_ids(mine, kept, value, tie, options)
+            assert np.array_equal(mine, REF_WARPERS[tie](before, options[tie]) > -INF), where  # the last one that is on
+            theirs = np.sort(stored[0])[::-1][: mine.sum()] if tie == "top_p" else stored[0][mine]
+            ours = np.sort(p)[::-1][: mine.sum()] if tie == "top_p" else p[mine]
+            np.testing.assert_allclose(ours, theirs / theirs.sum(), rtol=0, atol=1e-6, err_msg=where)
+
+
+FILTERS = {  # option -> its function on (logits, ids, n_prompt, value)
+    "repetition_penalty": lambda x, ids, n, v: apply_repetition_penalty(x, ids, v),
+    "presence_penalty": lambda x, ids, n, v: apply_presence_frequency(x, ids[n:], v, 0.0),
+    "frequency_penalty": lambda x, ids, n, v: apply_presence_frequency(x, ids[n:], 0.0, v),
+    "no_repeat_ngram_size": lambda x, ids, n, v: ban_repeated_ngrams(x, ids, v),
+    "logit_bias": lambda x, ids, n, v: apply_logit_bias(x, v),
+    "temperature": lambda x, ids, n, v: apply_temperature(x, v),
+    "top_k": lambda x, ids, n, v: keep_top_k(x, v),
+    "top_p": lambda x, ids, n, v: keep_top_p(x, v),
+    "min_p": lambda x, ids, n, v: keep_min_p(x, v),
+    "typical_p": lambda x, ids, n, v: keep_typical_p(x, v),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_single_filters_keep_what_transformers_keeps(option):
+    seen = 0
+    for case, only, kept, tie, _ in itertools.chain(*GOLDEN.values()):
+        if only == option and tie is None:
+            after = FILTERS[option](case.logits, case.ids, case.n_prompt, case.options[option])
+            assert np.array_equal(after > -INF, kept), case.options
+            if option in WARPERS[1:]:  # a filter removes or leaves alone
+                assert np.array_equal(after[kept], case.logits[kept])
+            seen += 1
+    assert seen >= 25
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each filter against its definition. Quarter steps make ties common and every sum with a penalty exact.
+
+quarters = st.integers(-24, 24).map(lambda n: n / 4)
+banned_or_quarters = st.one_of(quarters, quarters, quarters, st.just(-INF))
+any_floats = st.floats(-20, 20, width=32)
+rows = (
+    st.one_of(
+        st.lists(banned_or_quarters, min_size=1, max_size=12),
+        st.lists(any_floats, min_size=1, max_size=12),
+        st.lists(st.sampled_from([0.0, 0.5, -INF]), min_size=1, max_size=12),
+    )
+    .map(read_only)
+    .filter(lambda x: np.any(x > -INF))
+)
+fractions = st.one_of(st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9]), st.floats(0.001, 0.999))
+
+
+def histories(vocab):
+    few = st.integers(0, max(0, vocab - 1)).map(lambda i: min(i, vocab - 1))
+    return st.lists(st.one_of(few, few.map(lambda i: i % min(3, vocab))), max_size=12)
+
+
+def clear_nucleus(x, mass, by_distance):
+    """False where the outcome hangs on rounding: a cumulated mass at the border, or two nearly equal tokens at it."""
+    p = ref_softmax(x)
+    key = ref_distance(x) if by_distance else [-v for v in x]
+    order = sorted(range(len(x)), key=lambda i: (key[i], i))
+    ids, slack = ref_nucleus(order, p, mass)
+    # Equal tokens whose number is a power of two weigh exactly 2**-n each, so there the border itself is clear.
+    n = int(np.sum(x > -INF))
+    exact = not by_distance and len(set(x[x > -INF].tolist())) == 1 and n & (n - 1) == 0
+    if slack < 1e-6 and not exact:
+        return False
+    if len(ids) == len(order):
+        return True
+    last, first = order[len(ids) - 1], order[len(ids)]
+    return x[last] == x[first] or abs(key[last] - key[first]) > 1e-5
+
+
+@fixed
+@given(st.data())
+def test_repetition_penalty_is_its_definition(data):
+    x = data.draw(rows)
+    ids = data.draw(histories(len(x)))
+    penalty = data.draw(st.sampled_from([0.5, 0.75, 1.0, 1.1, 1.5, 2.0, 4.0]))
+    expected = ref_repetition(x.astype(np.float64), ids, penalty)
+    np.testing.assert_allclose(apply_repetition_penalty(x, ids, penalty), expected, rtol=1e-6)
+
+
+@fixed
+@given(st.data())
+def test_presence_and_frequency_are_their_definition(data):
+    x = data.draw(rows)
+    output = data.draw(histories(len(x)))
+    presence = data.draw(st.sampled_from([-1.5, 0.0, 0.25, 2.0]))
+    frequency = data.draw(st.sampled_from([-0.5, 0.0, 1.0]))
+    expected = ref_presence_frequency(x.astype(np.float64), output, presence, frequency)
+    np.testing.assert_allclose(apply_presence_frequency(x, output, presence, frequency), expected, rtol=1e-6, atol=1e-6)
+
+
+@fixed
+@given(st.data())
+def test_ngram_ban_is_its_definition(data):
+    x = data.draw(rows)
+    ids = data.draw(histories(min(len(x), 3)))
+    size = data.draw(st.integers(1, 6))
+    assert np.array_equal(ban_repeated_ngrams(x, ids, size), ref_ngrams(x, ids, size))
+
+
+@fixed
+@given(st.data())
+def test_logit_bias_is_its_definition(data):
+    x = data.draw(rows)
+    bias = data.draw(st.dictionaries(st.integers(0, len(x) - 1), st.one_of(quarters, st.just(-INF)), max_size=4))
+    np.testing.assert_allclose(apply_logit_bias(x, bias), ref_bias(x.astype(np.float64), bias), rtol=1e-6, atol=1e-6)
+
+
+@fixed
+@given(rows, st.sampled_from([0.01, 0.3, 0.7, 1.0, 1.5, 50.0]))
+def test_temperature_is_its_definition(x, temperature):
+    # Only differences count, so compare those: the filter may shift the row.
+    after, x = apply_temperature(x, temperature).astype(np.float64), x.astype(np.float64)
+    expected = (x - x.max()) / temperature
+    assert np.array_equal(after > -INF, x > -INF)
+    np.testing.assert_allclose(after - after.max(), expected, rtol=2e-6, atol=4e-6 / min(temperature, 1))
+
+
+@fixed
+@given(rows, st.integers(1, 14))
+def test_top_k_is_its_definition(x, k):
+    assert np.array_equal(keep_top_k(x, k), ref_top_k(x, k))
+
+
+@fixed
+@given(rows, fractions)
+def test_top_p_is_its_definition(x, mass):
+    assume(clear_nucleus(x.astype(np.float64), mass, by_distance=False))
+    assert np.array_equal(keep_top_p(x, mass), ref_top_p(x.astype(np.float64), mass))
+
+
+@fixed
+@given(rows, st.one_of(fractions, st.just(1.0)))
+def test_min_p_is_its_definition(x, fraction):
+    wide = x.astype(np.float64)
+    border = max(wide) + math.log(fraction)
+    assume(fraction == 1.0 or all(abs(v - border) > 1e-5 for v in wide))
+    assert np.array_equal(keep_min_p(x, fraction), ref_min_p(wide, fraction))
+
+
+@fixed
+@given(rows, fractions)
+def test_typical_p_is_its_definition(x, mass):
+    assume(clear_nucleus(x.astype(np.float64), mass, by_distance=True))
+    assert np.array_equal(keep_typical_p(x, mass), ref_typical_p(x.astype(np.float64), mass))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values worked out by hand
+
+
+def test_temperature_zero_is_the_first_maximum():
+    """S01: division by a temperature of 0."""
+    assert run([1.0, 2.0, -1.0], temperature=0).tolist() == [0.0, 1.0, 0.0]
+    assert run([1.0, 2.0, 2.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
+    assert run([-INF, -INF, -80.0, -80.0], temperature=0.0, top_p=0.5, min_p=0.3).tolist() == [0.0, 0.0, 1.0, 0.0]
+    # The penalties and bans come first: 2 / 2 < 1.5.
+    assert run([1.5, 2.0, -1.0], [1], 1, temperature=0, repetition_penalty=2.0).tolist() == [1.0, 0.0, 0.0]
+    assert run([1.0, 2.0, -1.0], temperature=0, logit_bias={1: -INF}).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_temperature_zero_spends_no_random_number():
+    """S01: temperature 0 depends on the seed."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        assert draw(run([1.0, 2.0, -1.0], temperature=0.0, top_p=0.9, min_p=0.1), rng) == 1
+        assert rng.random() == np.random.default_rng(seed).random()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-300])
+def test_tiny_temperatures_are_greedy(temperature):
+    """S01: temperatures so small that all quotients overflow."""
+    for logits in ([1.0, 2.0, -1.0], [-80.0, -75.0, -90.0], [80.0, 75.0, 90.0], [-INF, -3e4, -4e4]):
+        p = run(logits, temperature=temperature)
+        assert np.all(np.isfinite(p)) and p.sum() == 1.0 and p[int(np.argmax(logits))] == 1.0
+    assert run([3.0, 5.0, 5.0], temperature=temperature).tolist() == [0.0, 0.5, 0.5]
+
+
+def test_temperature_scales_before_the_softmax():
+    np.testing.assert_allclose(run([3.0, 2.0, 1.0, 0.5]), [0.63080, 0.23206, 0.08537, 0.05178], atol=5e-6)
+    np.testing.assert_allclose(run([3.0, 2.0, 1.0], temperature=0.5), [0.8668, 0.1173, 0.0159], atol=5e-5)
+    np.testing.assert_allclose(run([0.0, 1.0], temperature=1e6), [0.5, 0.5], atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p, n", [(0.49, 1), (0.51, 2), (0.6, 2), (0.79, 2), (0.81, 3), (0.9, 3), (0.96, 4)])
+def test_the_token_that_crosses_top_p_is_kept(top_p, n):
+    """S03: the token that crosses top_p dropped."""
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    for order in itertools.permutations(range(4)):
+        logits = np.log(p[list(order)]).astype(np.float32)
+        expected = np.where(np.array(order) < n, p[list(order)] / p[:n].sum(), 0.0)
+        assert kept_ids(keep_top_p(logits, top_p)) == np.flatnonzero(expected).tolist()
+        np.testing.assert_allclose(run(logits, top_p=top_p), expected, rtol=0, atol=1e-6)
+
+
+def test_top_p_at_exact_borders():
+    # Four equal tokens weigh exactly 1/4 each, in any precision.
+    for top_p, n in [(1e-9, 1), (0.2, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4), (1.0, 4)]:
+        assert kept_ids(keep_top_p(row(2, 2, 2, 2), top_p)) == list(range(n))
+        assert kept_ids(keep_top_p(row(-INF, 2, 2, -INF, 2, 2), top_p)) == [1, 2, 4, 5][:n]
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
+def test_top_p_adds_up_many_small_weights(p):
+    # One token of weight 1 and 50,000 of about a third: in float32 their running sum would drift.
+    small = np.float32(-1.1)
+    weight = float(np.exp(small))
+    total = 1 + 50_000 * weight
+    n = 1 + math.ceil((p * total - 1) / weight)  # the first n - 1 have less than p, n tokens at least p
+    found = np.count_nonzero(keep_top_p(row(0, *[small] * 50_000), p) > -INF)
+    assert abs(found - n) <= 1  # the weight may be rounded otherwise
+
+
+def test_top_p_keeps_one_where_the_first_already_crosses():
+    assert kept_ids(keep_top_p(row(0, 50, 0), 1e-6)) == [1]
+    assert kept_ids(keep_top_p(row(0, 50, 0), 0.999)) == [1]
+    assert kept_ids(keep_top_p(row(-7), 0.01)) == [0]
+    # 1.0 is off, even for tokens whose mass vanishes beside the first.
+    assert kept_ids(keep_top_p(row(0, 50, -50, -INF), 1.0)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("k, kept", [(0, 5), (1, 1), (2, 2), (4, 4), (5, 5), (6, 5), (100_000, 5)])
+def test_top_k_in_and_out_of_range(k, kept):
+    """S04: top_k beyond the vocabulary."""
+    logits = row(0.5, 3, -2, 2, 1)
+    best = [1, 3, 4, 0, 2]
+    assert kept_ids(keep_top_k(logits, k)) == sorted(best[:kept])
+    assert np.flatnonzero(run(logits, top_k=k)).tolist() == sorted(best[:kept])
+
+
+def test_top_k_breaks_ties_by_lowest_id():
+    assert kept_ids(keep_top_k(row(1, 2, 2, 2, 0), 1)) == [1]
+    assert kept_ids(keep_top_k(row(1, 2, 2, 2, 0), 2)) == [1, 2]
+    assert kept_ids(keep_top_k(row(1, 1, 3, 1, 1), 3)) == [0, 1, 2]
+    assert kept_ids(keep_top_k(row(1, 1, 1, 3, -INF), 2)) == [0, 3]
+    assert kept_ids(keep_top_k(row(-INF, 1, -INF, 0), 3)) == [1, 3]
+    many = np.zeros(5000, dtype=np.float32)
+    assert kept_ids(keep_top_k(many, 40)) == list(range(40))
+    many[[4999, 17]] = 1
+    assert kept_ids(keep_top_k(many, 40)) == [*range(39), 4999]
+
+
+def test_top_p_breaks_ties_by_lowest_id():
+    many = np.zeros(4096, dtype=np.float32)
+    assert kept_ids(keep_top_p(many, 0.5)) == list(range(2048))
+    # softmax([0, ln 2, 0, 0]) = 0.2, 0.4, 0.2, 0.2: 0.5 is crossed by the first of the three equal ones.
+    assert kept_ids(keep_top_p(row(0, math.log(2), 0, 0), 0.5)) == [0, 1]
+    assert kept_ids(keep_top_p(row(0, 0, 0, math.log(2)), 0.7)) == [0, 1, 3]
+
+
+def test_repetition_penalty_on_either_sign():
+    """S06: a penalty that raises negative logits."""
+    after = apply_repetition_penalty(row(2, -2, 0), [0, 1, 2], 1.5)
+    np.testing.assert_allclose(after, [4 / 3, -3.0, 0.0], rtol=1e-6)
+    assert apply_repetition_penalty(row(2, -2, -INF, 4), [2, 3], 2.0).tolist() == [2, -2, -INF, 2]
+    # Below 1 it rewards, again on either side of zero.
+    assert apply_repetition_penalty(row(2, -2), [0, 1], 0.5).tolist() == [4, -1]
+
+
+def test_repetition_penalty_counts_a_token_once():
+    once, often = (apply_repetition_penalty(row(2, -2, 3), ids, 2.0) for ids in ([0, 1], [0, 0, 1, 0, 1, 1, 0]))
+    assert once.tolist() == often.tolist() == [1, -4, 3]
+
+
+def test_penalty_of_one_and_empty_history_are_no_operations():
+    """S06: a penalty of 1 that changes bits."""
+    x = row(2, -2, 0, -INF, 1e-38, 3e38)
+    for ids in ([], [0, 1, 2, 3, 4, 5]):
+        assert apply_repetition_penalty(x, ids, 1.0).tobytes() == x.tobytes()
+    assert apply_repetition_penalty(x, [], 1.7).tobytes() == x.tobytes()
+
+
+def test_presence_and_frequency_by_hand():
+    x = row(1, 2, 3, -INF)
+    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.5, 0.0).tolist() == [1, 1.5, 2.5, -INF]
+    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.0, 0.5).tolist() == [1, 1.5, 2, -INF]
+    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.25, 0.5).tolist() == [1, 1.25, 1.75, -INF]
+    assert apply_presence_frequency(x, [0, 0, 0], -1.0, -0.5).tolist() == [3.5, 2, 3, -INF]
+
+
+def test_which_part_of_the_history_each_penalty_sees():
+    x, ids = [2.0, 2.0, 2.0], [0, 0, 1]
+    assert treat(x, ids, 2, repetition_penalty=2.0) == [1, 1, 2]  # the prompt is 0 0, the output 1
+    assert treat(x, ids, 2, presence_penalty=0.5) == [2, 1.5, 2]
+    assert treat(x, ids, 2, frequency_penalty=0.5) == [2, 1.5, 2]
+    assert treat(x, ids, 0, frequency_penalty=0.5) == [1, 1.5, 2]  # no prompt
+    assert treat(x, ids, 3, frequency_penalty=0.5, presence_penalty=0.5) == [2, 2, 2]  # no output
+    assert treat(x, [0, 0, 1, 0], 2, no_repeat_ngram_size=2) == [-INF, -INF, 2]  # 0 0 lies in the prompt
+
+
+@pytest.mark.parametrize(
+    "ids, size, banned",
+    [
+        ([], 1, []),
+        ([2], 1, [2]),
+        ([2, 0, 2], 1, [0, 2]),
+        ([], 2, []),
+        ([1], 2, []),
+        ([1, 1], 2, [1]),
+        ([1, 2], 2, []),
+        ([1, 2, 3, 1], 2, [2]),
+        ([1, 2, 1, 3, 1], 2, [2, 3]),
+        ([1, 2, 3, 1, 2], 3, [3]),
+        ([1, 2, 3, 4, 2], 3, []),
+        ([1, 1, 1], 3, [1]),
+        ([1, 1], 3, []),
+        ([1, 2, 3], 4, []),
+        ([1, 2, 3], 100, []),
+        ([0, 1, 2, 3, 0, 1, 2], 4, [3]),
+    ],
+)
+def test_ngram_ban_by_hand(ids, size, banned):
+    after = ban_repeated_ngrams(row(5, 4, 3, 2, 1), ids, size)
+    assert after.tolist() == [-INF if i in banned else 5 - i for i in range(5)]
+
+
+def test_temperature_comes_before_top_p():
+    """S08: truncation before temperature."""
+    p = run([3.0, 2.0, 1.0], temperature=0.5, top_p=0.8)  # top_p first would keep two
+    assert p.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_order_of_the_penalties():
+    # Repetition, then presence and frequency, then bias: 4 / 2 + 1 and not (4 + 1) / 2.
+    assert treat([4.0, 0.0], [0], 1, repetition_penalty=2.0, logit_bias={0: 1.0}) == [3, 0]
+    assert treat([4.0, 0.0], [0], 0, repetition_penalty=2.0, presence_penalty=1.0) == [1, 0]
+    assert treat([4.0, 0.0], [0, 0], 0, repetition_penalty=2.0, frequency_penalty=0.5) == [1, 0]
+    # A bias does not lift a ban.
+    assert treat([4.0, 0.0], [0], 0, no_repeat_ngram_size=1, logit_bias={0: 9.0}) == [-INF, 0]
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        # p = 0.4, 0.3, 0.2, 0.1. top_k leaves 4/7, 3/7: the first alone reaches 0.5; on the whole row it takes two.
+        (dict(top_k=2, top_p=0.5), [0]),
+        # top_p needs three, and min_p takes none of them; min_p first would leave 4/9, 3/9, 2/9, of which two suffice.
+        (dict(top_p=0.75, min_p=0.4), [0, 1, 2]),
+        # typical: the entropy is 1.28 nats, the surprises 0.92, 1.20, 1.61, 2.30: order 1, 2, 0, 3.
+        (dict(typical_p=0.2), [1]),
+        (dict(typical_p=0.4), [1, 2]),
+        (dict(typical_p=0.6), [0, 1, 2]),
+        # After top_k = 2 the entropy is 0.683, the surprises 0.560, 0.847: the first is nearer.
+        (dict(top_k=2, typical_p=0.2), [0]),
+        # min_p leaves three (4/9, 3/9, 2/9; entropy 1.061, surprises 0.811, 1.099, 1.504): 1 is nearest, then 0.
+        (dict(min_p=0.4, typical_p=0.5), [0, 1]),
+    ],
+)
+def test_each_filter_works_on_what_the_one_before_left(options, kept):
+    p = run(np.log([0.4, 0.3, 0.2, 0.1]), **options)
+    assert np.flatnonzero(p).tolist() == kept
+    whole = np.array([0.4, 0.3, 0.2, 0.1])
+    np.testing.assert_allclose(p[kept], whole[kept] / whole[kept].sum(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "min_p, kept", [(0.0, [0, 1, 2, 3]), (0.01, [0, 1, 2, 3]), (0.1, [1, 2]), (0.4, [1]), (1.0, [1])]
+)
+def test_min_p_is_measured_from_the_best_probability(min_p, kept):
+    """S09: min_p measured from the first token."""
+    for shift in (0.0, 8.0, -64.0):
+        assert kept_ids(keep_min_p(row(-4, 0, -1, -3) + np.float32(shift), min_p)) == kept
+        assert np.flatnonzero(run(row(-4, 0, -1, -3) + np.float32(shift), min_p=min_p)).tolist() == kept
+
+
+def test_min_p_of_one_keeps_every_best_token():
+    assert kept_ids(keep_min_p(row(3, 1, 3, 2.9999), 1.0)) == [0, 2]
+    assert kept_ids(keep_min_p(row(-INF, -3, -3), 1.0)) == [1, 2]
+
+
+def test_min_p_far_below_the_best():
+    # 1e-30 of the best probability lies 69.08 below the best logit.
+    assert kept_ids(keep_min_p(row(0, -69, -69.2, -90), 1e-30)) == [0, 1]
+
+
+def test_logit_bias_by_hand():
+    assert apply_logit_bias(row(1, 2, 3), {0: 2.5, 2: -INF}).tolist() == [3.5, 2, -INF]
+    assert apply_logit_bias(row(1, -INF, 3), {1: 100.0}).tolist() == [1, -INF, 3]
+    assert apply_logit_bias(row(1, 2), {}).tolist() == [1, 2]
+    np.testing.assert_allclose(run([0.0, 0.0], logit_bias={1: math.log(3)}), [0.25, 0.75], atol=1e-7)
+
+
+def test_log_softmax():
+    x = row(3, 2, 1, 0.5, -INF)
+    logp = log_softmax(x)
+    assert logp.dtype == np.float64 and logp[4] == -INF
+    expected = [math.log(p) for p in ref_softmax(x.astype(np.float64))[:4]]
+    np.testing.assert_allclose(logp[:4], expected, rtol=0, atol=2e-7)
+    np.testing.assert_allclose(log_softmax(row(0, -300, 88)), [-88, -388, 0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(log_softmax(row(3e4, 3e4, -3e4)), [-math.log(2)] * 2 + [-6e4 - math.log(2)], rtol=1e-10)
+    many = (np.random.default_rng(2).standard_normal(50_257) * 4 + 30).astype(np.float32)
+    wide = many.astype(np.float64)
+    expected = wide - 30 - math.log(math.fsum(np.exp(wide - 30)))
+    np.testing.assert_allclose(log_softmax(many), expected, rtol=0, atol=2e-7)
+    for seed in range(8):  # a sum in float32 would be off by up to 3.5e-8 here
+        x = (np.random.default_rng(seed).normal(0, 3, 50_257)).astype(np.float32)
+        wide = x.astype(np.float64)
+        assert abs(log_softmax(x)[0] - (wide[0] - math.log(math.fsum(np.exp(wide))))) < 1.5e-8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Properties
+
+options_of = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 2.0]),
+        "presence_penalty": st.sampled_from([-0.5, 0.25, 1.0]),
+        "frequency_penalty": st.sampled_from([-0.25, 0.5]),
+        "no_repeat_ngram_size": st.integers(1, 3),
+        "logit_bias": st.dictionaries(st.integers(0, 11), st.sampled_from([-INF, -1.0, 0.5]), max_size=3),
+        "temperature": st.sampled_from([0.5, 2.0]),
+        "top_k": st.integers(1, 12),
+        "top_p": fractions,
+        "min_p": fractions,
+        "typical_p": fractions,
+    },
+)
+
+
+def fit(options, vocab):
+    """The options with the bias restricted to the vocabulary."""
+    if "logit_bias" not in options:
+        return options
+    return options | {"logit_bias": {i: v for i, v in options["logit_bias"].items() if i < vocab}}
+
+
+def clear_chain(x, ids, n_prompt, options):
+    """ref_logits, but gives the example up where the outcome hangs on rounding or nothing is left."""
+    chain = ref_process(x, ids, n_prompt, options)
+    assume(np.any(chain > -INF))
+    for name in WARPERS:
+        if name in options:
+            if name in ("top_p", "typical_p"):
+                assume(clear_nucleus(chain, options[name], by_distance=name == "typical_p"))
+            elif name == "min_p":
+                best = max(chain)
+                assume(all(v == best or abs(v - best - math.log(options[name])) > 1e-5 for v in chain))
+            chain = REF_WARPERS[name](chain, options[name])
+    return chain
+
+
+@st.composite
+def situations(draw_from, rows=rows):
+    """(logits, ids, n_prompt, options)"""
+    x = draw_from(rows)
+    ids = draw_from(histories(len(x)))
+    return x, ids, draw_from(st.integers(0, len(ids))), fit(draw_from(options_of), len(x))
+
+
+@settings(fixed, max_examples=200)
+@given(situations())
+def test_any_combination_is_the_chain_of_definitions(situation):
+    chain = clear_chain(*situation)
+    x, ids, n_prompt, options = situation
+    p = run(x, ids, n_prompt, **options)
+    assert np.flatnonzero(p).tolist() == kept_ids(chain)
+    np.testing.assert_allclose(p, ref_softmax(chain), rtol=0, atol=2e-6)
+    greedy = run(x, ids, n_prompt, **options | {"temperature": 0.0})
+    assert kept_ids(np.log(greedy, where=greedy > 0, out=np.full(len(x), -INF))) == [
+        int(np.argmax(ref_process(x, ids, n_prompt, options)))
+    ]
+
+
+@fixed
+@given(situations())
+def test_probs_is_a_distribution_and_changes_nothing(situation):
+    x, ids, n_prompt, options = situation
+    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
+    before = x.tobytes(), list(ids), dict(options.get("logit_bias", {}))
+    config = SamplingConfig(**OFF | options)
+    p = probs(x, History(ids, n_prompt), config)
+    process(x, History(ids, n_prompt), config)
+    assert p.dtype == np.float64 and p.shape == x.shape
+    assert np.all(p >= 0) and np.any(p > 0) and abs(p.sum() - 1) < 1e-12
+    assert before == (x.tobytes(), ids, dict(config.logit_bias))
+    assert probs(x, History(ids, n_prompt), config).tobytes() == p.tobytes()  # no state
+
+
+@fixed
+@given(rows, fractions)
+def test_filters_keep_at_least_one_and_enough_mass(x, fraction):
+    p = np.array(ref_softmax(x.astype(np.float64)))
+    for keep, least in (
+        (lambda: keep_top_p(x, fraction), fraction),
+        (lambda: keep_typical_p(x, fraction), fraction),
+        (lambda: keep_min_p(x, fraction), 0.0),
+        (lambda: keep_top_k(x, 1), 0.0),
+    ):
+        kept = keep() > -INF
+        assert kept.any() and p[kept].sum() >= least - 1e-6
+        assert np.all(x[kept] > -INF)
+
+
+@fixed
+@given(rows, fractions, fractions)
+def test_a_wider_setting_keeps_a_superset(x, a, b):
+    a, b = sorted((a, b))
+    for keep in (keep_top_p, keep_typical_p):
+        assert set(kept_ids(keep(x, a))) <= set(kept_ids(keep(x, b)))
+    assert set(kept_ids(keep_min_p(x, b))) <= set(kept_ids(keep_min_p(x, a)))
+    for k in range(1, len(x)):
+        assert set(kept_ids(keep_top_k(x, k))) <= set(kept_ids(keep_top_k(x, k + 1)))
+
+
+distinct_rows = st.lists(quarters, min_size=1, max_size=12, unique=True).map(read_only)
+
+
+@fixed
+@given(situations(distinct_rows), st.data())
+def test_permuting_the_vocabulary_permutes_the_result(situation, data):
+    x, ids, n_prompt, options = situation
+    chain = clear_chain(*situation)
+    assume(len(set(chain.tolist()) - {-INF}) == np.sum(chain > -INF))  # penalties may have made new ties
+    values = ref_process(x, ids, n_prompt, options)
+    assume(len(set(values.tolist()) - {-INF}) == np.sum(values > -INF))
+    order = np.array(data.draw(st.permutations(range(len(x)))))
+    place = np.argsort(order)
+    moved = dict(options)
+    if "logit_bias" in options:
+        moved["logit_bias"] = {int(place[i]): v for i, v in options["logit_bias"].items()}
+    p = run(x, ids, n_prompt, **options)
+    q = run(x[order], [int(place[i]) for i in ids], n_prompt, **moved)
+    assert np.array_equal(p[order] > 0, q > 0)
+    np.testing.assert_allclose(p[order], q, rtol=0, atol=1e-9)
+
+
+@fixed
+@given(situations(), st.integers(-200, 200).map(lambda n: n / 4))
+def test_adding_a_constant_to_all_logits_changes_nothing(situation, constant):
+    """S09: min_p measured on logits."""
+    x, ids, n_prompt, options = situation
+    x = np.round(x * 4) / 4  # so that the sum is exact
+    options = {k: v for k, v in options.items() if k != "repetition_penalty"}  # the one that depends on the sign
+    clear_chain(x, ids, n_prompt, options)
+    p, q = run(x, ids, n_prompt, **options), run(x + np.float32(constant), ids, n_prompt, **options)
+    assert np.array_equal(p > 0, q > 0)
+    np.testing.assert_allclose(p, q, rtol=0, atol=1e-9)
+
+
+@fixed
+@given(situations())
+def test_top_k_of_one_is_greedy(situation):
+    x, ids, n_prompt, options = situation
+    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
+    narrow, greedy = (run(x, ids, n_prompt, **options | more) for more in ({"top_k": 1}, {"temperature": 0}))
+    assert narrow.tolist() == greedy.tolist()
+    assert sorted(narrow)[-1] == 1.0 and np.sum(narrow > 0) == 1
+
+
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "logit_bias": {},
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "min_tokens": 0,
+    "logits_processors": (),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "temperature"])
+def test_the_neutral_value_of_each_filter_changes_no_bit(name):
+    for x in (row(2, -2, 0, -INF, 0.3), row(0), row(1, 1, 1, 1), row(1e38, -1e38, 1e-38)):
+        for ids in ([], [0], [0, 0, 0], [0, 0, 0, 0, 0, 0]):
+            assert FILTERS[name](x, ids, 1, NEUTRAL[name]).tobytes() == x.tobytes()
+
+
+@fixed
+@given(situations())
+def test_neutral_values_change_no_bit(situation):
+    x, ids, n_prompt, options = situation
+    history = History(ids, n_prompt)
+    assert process(x, history, SamplingConfig(**NEUTRAL)).tobytes() == x.tobytes()
+    assert keep_top_k(x, len(x)).tobytes() == keep_top_k(x, 10**6).tobytes() == x.tobytes()
+    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
+    alone = run(x, ids, n_prompt, **options)
+    assert probs(x, history, SamplingConfig(**NEUTRAL | options)).tobytes() == alone.tobytes()
+    integers = {k: int(v) if isinstance(v, float) else v for k, v in NEUTRAL.items()}  # 1 is as good as 1.0
+    assert probs(x, history, SamplingConfig(**integers | options)).tobytes() == alone.tobytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+NUMBERS_REFUSED = [NAN, INF, -INF, True, False, np.True_, "0.5", None, 1j, [0.5]]
+INTEGERS_REFUSED = [NAN, INF, True, False, np.True_, "1", None, 2.5, np.float32(1.5), -1, -100, [1]]
+RANGES = {  # option -> (refused beyond the above, accepted, what the message says of the range)
+    "temperature": ([-1, -0.1, -1e-300], [0, 0.0, 1e-38, 0.7, 1, 100.0, np.float32(0.5), np.int64(2)], ["0"]),
+    "top_p": ([-0.1, 1.0001, 2, 50], [0, 0.0, 1e-9, 0.5, 1, 1.0, np.float64(0.9)], ["0", "1"]),
+    "min_p": ([-0.1, 1.1, 2], [0, 0.0, 1e-9, 0.5, 1, 1.0], ["0", "1"]),
+    "typical_p": ([-0.1, 0, 0.0, 1.1], [1e-9, 0.5, 1, 1.0], ["0", "1"]),
+    "repetition_penalty": (
+        [-1.5, 0, 0.0, -1e-9, 9e-31, 1.1e30],
+        [1e-30, 1e-3, 0.5, 1, 1.0, 1.5, 1e30],
+        ["1e-30", "1e30"],
+    ),
+    "presence_penalty": ([1.1e30, -1.1e30], [-1e30, -2, -0.5, 0, 0.0, 2.0, 1e30], ["-1e30", "1e30"]),
+    "frequency_penalty": ([1.1e30, -1.1e30], [-1e30, -2, -0.5, 0, 0.0, 2.0, 1e30], ["-1e30", "1e30"]),
+    "top_k": ([], [0, 1, 40, 10**9, np.int64(5)], ["0"]),
+    "no_repeat_ngram_size": ([], [0, 1, 2, 100, np.int32(3)], ["0"]),
+    "min_tokens": ([], [0, 1, 2, 100, np.int32(3)], ["0"]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_option_ranges(name):
+    """S01, S04, S06, S09: values out of range, refused by name."""
+    extra, accepted, limits = RANGES[name]
+    general = INTEGERS_REFUSED if name in ("top_k", "no_repeat_ngram_size", "min_tokens") else NUMBERS_REFUSED
+    for value in general + extra:
+        with pytest.raises(ValueError) as error:
+            SamplingConfig(**{name: value})
+        message = str(error.value)
+        shown = repr(float(value) if isinstance(value, np.floating) else value)
+        assert name in message and shown in message, message
+        rest = message.replace(shown, "", 1)
+        assert all(limit in rest for limit in limits), message
+        assert "\n" not in message
+    for value in accepted:
+        assert getattr(SamplingConfig(**{name: value}), name) == value
+
+
+NUMBER_RANGE = ["-1e30", "1e30", "-inf"]
+
+
+@pytest.mark.parametrize(
+    "bias, said",
+    [
+        ({0: NAN}, ["0", "nan", *NUMBER_RANGE]),
+        ({0: INF}, ["0", " inf;", *NUMBER_RANGE]),
+        ({0: "1"}, ["0", "'1'", *NUMBER_RANGE]),
+        ({0: None}, ["0", "None", *NUMBER_RANGE]),
+        ({0: True}, ["0", "True", *NUMBER_RANGE]),
+        ({0: 1.1e30}, ["0", "1.1e+30", *NUMBER_RANGE]),
+        ({0: -1.1e30}, ["0", "-1.1e+30", *NUMBER_RANGE]),
+        ({-1: 1.0}, ["-1", "0 or more"]),
+        ({1.5: 1.0}, ["1.5", "0 or more"]),
+        ({"the": 1.0}, ["'the'", "0 or more"]),
+        ({True: 1.0}, ["True", "0 or more"]),
+        ({3: 1.0, 4: NAN}, ["4", "nan", *NUMBER_RANGE]),
+        ([(0, 1.0)], ["logit_bias is [(0, 1.0)];", "mapping"]),
+        (None, ["logit_bias is None;", "mapping"]),
+        (5, ["logit_bias is 5;", "mapping"]),
+    ],
+)
+def test_bad_logit_bias_is_refused(bias, said):
+    with pytest.raises(ValueError) as error:
+        SamplingConfig(logit_bias=bias)
+    assert all(part in str(error.value) for part in ["logit_bias", *said]), error.value
+
+
+def test_good_logit_bias_is_accepted():
+    for bias in ({}, {0: 1}, {0: -INF, 5: -2.5}, {1: 1e30, 2: -1e30}, {np.int64(3): np.float32(1.5)}):
+        assert SamplingConfig(logit_bias=bias).logit_bias == bias
+
+
+def test_logit_bias_outside_the_vocabulary_is_refused():
+    assert run([0.0, 1.0], logit_bias={1: -INF}).tolist() == [1.0, 0.0]
+    for token in (2, 100):
+        with pytest.raises(ValueError, match=f"logit_bias.* {token}, .* 0 to 1$"):
+            run([0.0, 1.0], logit_bias={token: 1.0})
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None, np.True_])
+def test_ignore_eos_is_true_or_false(value):
+    with pytest.raises(ValueError, match=rf"^ignore_eos .*{re.escape(repr(value))}.*True.*False"):
+        SamplingConfig(ignore_eos=value)
+
+
+@pytest.mark.parametrize("processors", [5, "ab", (None,), (lambda history, logits: logits, 3), None, lambda h, x: x])
+def test_bad_processors_are_refused(processors):
+    with pytest.raises(ValueError, match=rf"^logits_processors .*{re.escape(repr(processors))}.*callable"):
+        SamplingConfig(logits_processors=processors)
+
+
+def test_unknown_options_and_changes_are_refused():
+    with pytest.raises(TypeError):
+        SamplingConfig(temprature=1.0)
+    with pytest.raises(AttributeError):
+        SamplingConfig().temperature = 2.0
+
+
+def test_defaults():
+    config = SamplingConfig()
+    assert (config.temperature, config.top_p) == (0.7, 0.9)
+    for name, value in NEUTRAL.items():
+        if name not in ("temperature", "top_p"):
+            assert getattr(config, name) == value, name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+@pytest.mark.parametrize("extra", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}])
+def test_no_distribution_is_an_error(temperature, extra):
+    for logits in ([NAN, 1.0, 2.0], [1.0, 2.0, NAN], [-INF, NAN, -INF], [-INF, -INF, -INF], [NAN, NAN], [-INF]):
+        with pytest.raises(ValueError):
+            run(logits, temperature=temperature, **extra)
+    for options in (
+        {"logit_bias": {0: -INF, 1: -INF}},
+        {"no_repeat_ngram_size": 1},
+        {"logits_processors": (lambda history, logits: logits * np.float32(NAN),)},
+        {"logits_processors": (lambda history, logits: np.full_like(logits, -INF),)},
+    ):
+        with pytest.raises(ValueError):
+            run([1.0, 2.0], [0, 1, 0], 1, temperature=temperature, **options | extra)
+
+
+@pytest.mark.parametrize("n_generated", [0, 1, 4])
+def test_the_error_names_the_token_and_what_is_wrong(n_generated):
+    """Tokens are counted from 1: with none generated, it is the first that cannot be chosen."""
+    ids = [0] * (2 + n_generated)
+    for logits, fault in (([-INF, -INF], "-inf"), ([1, NAN], "nan"), ([INF, 1], " inf")):
+        for temperature in (0, 1):
+            with pytest.raises(ValueError, match=rf"\btoken {n_generated + 1}\b.*{fault}"):
+                run(logits, ids, 2, temperature=temperature)
+    for result in (np.zeros(3, np.float32), [0.0, 0.0], np.array(["a", "b"]), np.array([1j, 2j]), None):
+        with pytest.raises(ValueError) as error:
+            run([1.0, 2.0], ids, 2, logits_processors=(lambda history, logits, result=result: result,))
+        message = str(error.value)
+        assert f"token {n_generated + 1}:" in message and repr(result) in message and " 2 logits" in message
+
+
+@pytest.mark.parametrize("temperature", [1e10, 1e38, 1e39, 1e308])
+def test_huge_temperatures_are_uniform_or_refused(temperature):
+    try:
+        config = SamplingConfig(**OFF | {"temperature": temperature})
+    except ValueError:
+        assert temperature > np.finfo(np.float32).max
+        return
+    p = probs(row(1, -INF, 50, -30), EMPTY, config)
+    np.testing.assert_allclose(p, [1 / 3, 0, 1 / 3, 1 / 3], rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ban on end-of-text
+
+
+def test_end_of_text_is_banned_until_min_tokens():
+    x, ends = [1.0, 3.0, 2.0, 0.0], (1, 2)
+    for n_generated in range(5):  # the token to choose is number n_generated + 1
+        ids = [0] * (2 + n_generated)
+        expected = [1, -INF, -INF, 0] if n_generated < 3 else x
+        assert treat(x, ids, 2, min_tokens=3, eos_ids=ends) == expected
+        assert treat(x, ids, 2, ignore_eos=True, eos_ids=ends) == [1, -INF, -INF, 0]
+        assert treat(x, ids, 2, eos_ids=ends) == treat(x, ids, 2, min_tokens=3) == x
+    # A bias does not lift the ban; the caller's processors see it.
+    assert treat(x, ignore_eos=True, eos_ids=(1,), logit_bias={1: 9.0}) == [1, -INF, 2, 0]
+    lift = lambda history, logits: np.where(logits == -INF, 7, logits)  # noqa: E731
+    assert treat(x, ignore_eos=True, eos_ids=(1,), logits_processors=(lift,)) == [1, 7, 2, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The caller's processors
+
+
+def test_processors_run_in_order_after_the_bias_and_before_temperature():
+    seen = []
+
+    def first(history, logits):
+        seen.append((list(history.ids), history.n_prompt, logits.tolist(), logits.dtype))
+        return logits + np.float32(1)
+
+    def second(history, logits):
+        seen.append(logits.tolist())
+        return logits * np.float32(2)
+
+    options = dict(repetition_penalty=2.0, presence_penalty=1.0, logit_bias={2: 0.5}, logits_processors=(first, second))
+    x = row(4, 2, 1)
+    config = SamplingConfig(**OFF | options | {"temperature": 0.5, "top_k": 1})
+    # 4 / 2 = 2, 2 / 2 - 1 = 0, 1 + 0.5 = 1.5; then + 1, then * 2
+    assert process(x, History([0, 1], 1), config).tolist() == [6, 2, 5]
+    assert seen == [([0, 1], 1, [2, 0, 1.5], np.float32), [3, 1, 2.5]]
+    assert probs(x, History([0, 1], 1), config).tolist() == [1, 0, 0]
+    np.testing.assert_allclose(
+        run([0.0, 0.0], temperature=0.5, logits_processors=(lambda h, x: x + np.log([1, 3]),)), [0.1, 0.9], atol=1e-7
+    )
+
+
+def test_processors_decide_for_greedy_too():
+    swap = lambda history, logits: logits[::-1]  # noqa: E731
+    assert run([1.0, 2.0, 3.0], temperature=0, logits_processors=(swap,)).tolist() == [1, 0, 0]
+    assert run([1.0, 2.0, 3.0], temperature=0, logits_processors=(swap, swap)).tolist() == [0, 0, 1]
+
+
+def test_a_processor_that_writes_in_place_leaves_the_input_alone():
+    def ban_last(history, logits):
+        logits[-1] = -INF
+        return logits
+
+    x = row(1, 2, 3)
+    config = SamplingConfig(**OFF, logits_processors=(ban_last,))
+    assert process(x, EMPTY, config).tolist() == [1, 2, -INF]
+    assert probs(x, EMPTY, config)[2] == 0
+    assert x.tolist() == [1, 2, 3]
+
+
+def test_a_generator_of_processors_is_not_used_up_unseen():
+    try:
+        config = SamplingConfig(**OFF, logits_processors=(ban for ban in [lambda history, logits: -logits]))
+    except ValueError:
+        return  # to refuse it is as good
+    for _ in range(2):
+        assert process(row(1, 2), EMPTY, config).tolist() == [-1, -2]
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (1, 3), ()])
+def test_a_processor_that_returns_another_shape_is_refused(shape):
+    wrong = lambda history, logits: np.zeros(shape, np.float32)  # noqa: E731
+    with pytest.raises(ValueError):
+        run([1.0, 2.0, 3.0], logits_processors=(wrong,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The draw
+
+
+class Uniforms:
+    """A generator whose random() gives the chosen numbers, and nothing else."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def random(self):
+        return self.values.pop(0)
+
+
+class NoUniforms:
+    def random(self):
+        raise AssertionError("a certain outcome spends no random number")
+
+
+LAST = 1 - 2.0**-53  # the largest number random() can give
+
+
+def test_draw_inverts_the_distribution():
+    p = np.array([0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0])
+    below = lambda u: math.nextafter(u, 0.0)  # noqa: E731
+    for u, token in [
+        (0.0, 1),
+        (2.0**-53, 1),
+        (below(0.25), 1),
+        (0.25, 3),
+        (below(0.75), 3),
+        (0.75, 4),
+        (below(0.875), 4),
+        (0.875, 5),
+        (LAST, 5),
+    ]:
+        rng = Uniforms(u)
+        assert draw(p, rng) == token and rng.values == []
+    assert type(draw(p, Uniforms(0.3))) is int
+    rare = np.array([2.0**-20, 1 - 2.0**-20])
+    assert [draw(rare, Uniforms(u)) for u in (0.0, below(2.0**-20), 2.0**-20, LAST)] == [0, 0, 1, 1]
+
+
+@fixed
+@given(
+    st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1.0)), min_size=1, max_size=12).filter(any),
+    st.one_of(st.sampled_from([0.0, 2.0**-53, 0.5, LAST]), st.floats(0, LAST)),
+)
+def test_draw_never_returns_what_has_no_probability(weights, u):
+    p = np.array(weights) / np.sum(weights)
+    token = draw(p, Uniforms(u, u))
+    assert p[token] > 0
+    below = math.fsum(p[:token])  # u lies in the token's share, to rounding
+    assert below - 1e-12 <= u <= below + p[token] + 1e-12
+
+
+def test_draw_at_every_border_of_a_long_row():
+    rng = np.random.default_rng(3)
+    p = rng.random(1000) ** 8
+    p[rng.random(1000) < 0.5] = 0.0
+    p /= p.sum()
+    for u in [*np.cumsum(p), 0.0, LAST]:
+        for near in (math.nextafter(u, 0.0), u, math.nextafter(u, 1.0)):
+            if 0 <= near < 1:
+                assert p[draw(p, Uniforms(near))] > 0
+    for total in (1 - 1e-13, 1 + 1e-13):  # sums that rounding has moved
+        assert draw(p * total, Uniforms(LAST)) == np.flatnonzero(p)[-1]
+        assert draw(p * total, Uniforms(0.0)) == np.flatnonzero(p)[0]
+
+
+def test_draw_spends_exactly_one_uniform_and_none_on_a_certain_outcome():
+    rng, twin = np.random.default_rng(5), np.random.default_rng(5)
+    for size in (2, 7, 1000):
+        draw(np.full(size, 1 / size), rng)
+        twin.random()
+    assert rng.random() == twin.random()
+    for token in (0, 3, 6):
+        certain = np.zeros(7)
+        certain[token] = 1.0
+        assert draw(certain, NoUniforms()) == token
+    assert draw(np.array([1.0]), NoUniforms()) == 0
+    assert draw(run([1.0, 5.0, 2.0], top_k=1), NoUniforms()) == 1
+    assert draw(run([1.0, 5.0, 2.0], temperature=0), NoUniforms()) == 1
+    assert draw(run([1.0, 5.0, 2.0], top_p=1e-6), NoUniforms()) == 1
+    assert draw(run([1.0, 5.0, 2.0], min_p=1.0), NoUniforms()) == 1
+
+
+def test_draw_leaves_the_global_state_and_its_input_alone():
+    before = np.random.get_state()[1].tobytes()
+    p = np.array([0.25, 0.5, 0.25])
+    copy = p.tobytes()
+    first = [draw(p, rng) for rng in [np.random.default_rng(0)] for _ in range(50)]
+    again = [draw(p, rng) for rng in [np.random.default_rng(0)] for _ in range(50)]
+    assert first == again != [draw(p, rng) for rng in [np.random.default_rng(1)] for _ in range(50)]
+    assert np.random.get_state()[1].tobytes() == before and p.tobytes() == copy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Frequencies
+
+
+def chi_square_bound(freedom, p=1e-6):
+    """The value a chi-square variable exceeds with probability p (Wilson and Hilferty, 1931)."""
+    z = NormalDist().inv_cdf(1 - p)
+    return freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def test_chi_square_bound():
+    # Tabulated: 1e-3 quantiles of 1, 10 and 100 degrees of freedom are 10.828, 29.588 and 149.449.
+    for freedom, value in ((1, 10.828), (10, 29.588), (100, 149.449)):
+        assert abs(chi_square_bound(freedom, 1e-3) / value - 1) < 0.04
+
+
+def assert_frequencies(tokens, p):
+    """Chi-square test at 1e-6, with cells of fewer than 5 expected draws put together."""
+    observed = np.bincount(tokens, minlength=len(p))
+    assert np.all(observed[p == 0] == 0)
+    expected = p * len(tokens)
+    rare = expected < 5
+    if expected[rare].sum() >= 5:
+        observed = np.append(observed[~rare], observed[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    else:
+        observed, expected = observed[~rare], expected[~rare]
+    chi_square = np.sum((observed - expected) ** 2 / expected)
+    assert chi_square < chi_square_bound(max(len(expected) - 1, 1)), (chi_square, len(expected) - 1)
+
+
+SKEWED = [1.5, -0.25, 3.0, 0.75, 2.5, -2.0, 1.0, 0.0, 2.25, -INF, 1.75, 0.5]
+SEEN = ([2, 4, 2, 8, 4, 2], 3)  # ids, n_prompt
+MIXES = {
+    "repetition_penalty": dict(repetition_penalty=1.5),
+    "presence_penalty": dict(presence_penalty=1.0),
+    "frequency_penalty": dict(frequency_penalty=0.5),
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
+    "logit_bias": dict(logit_bias={0: 1.5, 2: -INF, 3: -0.5}),
+    "temperature": dict(temperature=1.7),
+    "top_k": dict(top_k=5),
+    "top_p": dict(top_p=0.77),
+    "min_p": dict(min_p=0.12),
+    "typical_p": dict(typical_p=0.6),
+    "usual": dict(temperature=0.7, top_k=8, top_p=0.93),
+    "penalties": dict(temperature=1.3, repetition_penalty=1.2, frequency_penalty=0.4, min_p=0.06),
+    "all": dict(
+        temperature=1.5, top_k=9, top_p=0.97, min_p=0.03, typical_p=0.9, repetition_penalty=1.1, presence_penalty=0.3,
+        frequency_penalty=0.2, no_repeat_ngram_size=3, logit_bias={7: 1.0},
+    ),
+}  # fmt: skip
+
+
+def borders_of(p):
+    """Where draw passes from one token to the next: float64 [n - 1], found by bisection over all 2**53 uniforms."""
+    tokens = np.flatnonzero(p)
+    borders = []
+    for token in tokens[:-1]:
+        low, high = 0, 2**53  # draw gives <= token below low * 2**-53 and more from high * 2**-53 on
+        while low < high:
+            middle = (low + high) // 2
+            if draw(p, Uniforms(middle * 2.0**-53)) <= token:
+                low = middle + 1
+            else:
+                high = middle
+        borders.append(low * 2.0**-53)
+    return tokens, np.array(borders)
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_frequencies_of_200_000_draws(name):
+    ids, n_prompt = SEEN
+    p = run(SKEWED, ids, n_prompt, **MIXES[name])
+    exact = np.array(ref_softmax(ref_logits(SKEWED, ids, n_prompt, MIXES[name])))
+    np.testing.assert_allclose(p, exact, rtol=0, atol=1e-6)
+    # draw is a step function of its uniform, so 200,000 of its outcomes follow from the steps ...
+    tokens, borders = borders_of(p)
+    np.testing.assert_allclose(np.diff([0.0, *borders, 1.0]), p[tokens], rtol=0, atol=1e-14)
+    draws = tokens[np.searchsorted(borders, np.random.default_rng(11).random(200_000), side="right")]
+    # ... as the first 2,000 show.
+    rng = np.random.default_rng(11)
+    assert draws[:2000].tolist() == [draw(p, rng) for _ in range(2000)]
+    assert_frequencies(draws, exact)
+
+
+def test_frequencies_and_successive_pairs_of_a_uniform_row():
+    """S10: correlated draws."""
+    n, rng = 100_000, np.random.default_rng(0)
+    p = run([0.5] * 4)
+    assert p.tolist() == [0.25] * 4
+    draws = np.array([draw(p, rng) for _ in range(n)])
+    four_sigma = 4 * math.sqrt(n * 0.25 * 0.75)
+    assert np.all(np.abs(np.bincount(draws, minlength=4) - n / 4) < four_sigma)
+    assert_frequencies(draws, p)
+    assert_frequencies(4 * draws[:-1:2] + draws[1::2], np.full(16, 1 / 16))  # pairs that do not overlap
+    assert_frequencies(4 * draws[1:-1:2] + draws[2::2], np.full(16, 1 / 16))
+
+
+def test_two_rows_with_their_own_generators_are_independent():
+    p = run([0.5] * 4)
+    one, other = np.random.default_rng((0, 0)), np.random.default_rng((0, 1))
+    pairs = np.array([4 * draw(p, one) + draw(p, other) for _ in range(20_000)])
+    assert_frequencies(pairs, np.full(16, 1 / 16))

@@ -1,0 +1,837 @@
+"""The prompt cache: warm runs give what cold ones give, a file that does not fit is refused, a crash loses nothing.
+
+Warm ids are compared with those of a run without a file, which test_decode.py judges, and warm logits with the float64
+reference. Files are taken apart and put together here by hand, from the description of the format.
+"""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import minigen
+from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
+from minigen.command import main as cli
+from minigen.engine.decode import Stopwatch, prefill
+from minigen.files import prompt_cache
+from tests.golden.make_logits import stored_params
+from tests.oracles.reference import layer_norm, reference_logits
+from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 257
+posix_only = pytest.mark.skipif(os.name != "posix", reason="links, pipes and signals as POSIX has them")
+not_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write all")
+
+
+# ---- helpers -----------------------------------------------------------------------------------------------------
+
+
+class Tiny(NamedTuple):
+    config: dict
+    params: dict
+    model: GPT2
+
+
+@functools.cache
+def tiny(seed=0, **overrides):
+    """A tiny model of 3 layers in which attention and position weigh enough for a wrong key to change the ids."""
+    config = tiny_config(**{"vocab_size": VOCAB, "n_layer": 3, "n_positions": 32} | overrides)
+    params = tiny_params(config, seed)
+    params["wpe.weight"] *= np.float32(3)
+    for layer in range(config["n_layer"]):
+        params[f"h.{layer}.attn.c_proj.weight"] *= np.float32(4)
+    return Tiny(config, params, GPT2(GPT2Config.from_dict(config), dict(params)))
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory):
+    return Tokenizer.from_folder(write_byte_vocab(tmp_path_factory.mktemp("bytes")), VOCAB)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "prompt.kv"
+
+
+def random_ids(n, seed=0):
+    return np.random.default_rng(seed).integers(256, size=n).tolist()
+
+
+def outcome(completions):
+    """What a run gave, without what it cost; sums in another order may differ in the last digits."""
+    return [
+        (done.token_ids, done.text, done.finish_reason, done.score and pytest.approx(done.score, rel=1e-4, abs=1e-5))
+        for done in completions
+    ]
+
+
+def watch(monkeypatch, model):
+    """The number of tokens of every later forward pass of a model, as a list that grows."""
+    tokens, forward = [], model.forward
+
+    def watched(ids, *args, **kwargs):
+        tokens.append(np.size(ids))
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    return tokens
+
+
+def take_apart(path):
+    """(header, data) of a safetensors file: the length of the header in 8 bytes, the header in JSON, the data."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def put_together(path, header, data):
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+
+
+def tensors_in(path):
+    header, data = take_apart(path)
+    dtypes = {"I64": "<i8", "F32": "<f4"}
+    return {
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def ids_in(path):
+    return tensors_in(path)["ids"].tolist()
+
+
+def saved(t, tok, path, ids):
+    """The bytes of a file that a run with this prompt has written."""
+    generate(t.model, tok, [ids], cache=path, max_tokens=1, seed=0)
+    return path.read_bytes()
+
+
+# ---- warm equals cold --------------------------------------------------------------------------------------------
+
+DECODERS = {
+    "greedy": dict(temperature=0),
+    "sampled": dict(seed=3, temperature=1.2, top_p=1.0),
+    "several": dict(seed=4, temperature=1.0, num_return_sequences=3),
+    "penalties": dict(seed=5, repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "beams": dict(num_beams=3, num_return_sequences=2),
+    "n-grams": dict(seed=6, temperature=0.4, prompt_lookup_num_tokens=3),
+    "drafts": dict(seed=7, temperature=0.8, num_draft_tokens=3, draft_model=True),
+    "shift": dict(seed=8, temperature=1.0, context_shift=True, keep=2, max_tokens=20),
+    "shift with n-grams": dict(seed=9, temperature=0, context_shift=True, prompt_lookup_num_tokens=2, max_tokens=20),
+}
+FIRST = random_ids(20)
+# The next prompt, and how many of its first ids FIRST has as well.
+SECOND = {
+    "identical": (FIRST, 20),
+    "extended": ([*FIRST, *random_ids(7, seed=1)], 20),
+    "extended by one": ([*FIRST, 5], 20),
+    "shortened": (FIRST[:9], 9),
+    "shortened by one": (FIRST[:19], 19),
+    "one id": (FIRST[:1], 1),
+    "diverging": ([*FIRST[:11], (FIRST[11] + 1) % 256, *FIRST[12:]], 11),
+    "diverging at the end": ([*FIRST[:19], (FIRST[19] + 1) % 256], 19),
+    "diverging at the second": ([FIRST[0], (FIRST[1] + 1) % 256, *FIRST[2:]], 1),
+    "shared end only": ([(FIRST[0] + 1) % 256, *FIRST[1:]], 0),
+    "nothing shared": ([(token + 1) % 256 for token in FIRST], 0),
+    "as long as the context": ([*FIRST, *random_ids(12, seed=2)], 20),
+}
+
+
+def options_of(name, tok, draft):
+    options = {"max_tokens": 6, "ignore_eos": True} | DECODERS[name]
+    return options | ({"draft_model": (draft.model, tok)} if "draft_model" in options else {})
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("prompt", "common"), SECOND.values(), ids=SECOND)
+def test_warm_equals_cold(tok, file, monkeypatch, decoder, prompt, common):
+    t, options = tiny(), options_of(decoder, tok, tiny(1, n_layer=1))
+    speculates = bool({"prompt_lookup_num_tokens", "draft_model"} & set(options))
+    # Speculation runs the prompt's last token together with the first drafts, and so keeps all but that one.
+    kept = FIRST[:-1] if speculates else FIRST
+    n_run = len(prompt) - speculates
+    reused = max(min(common, len(kept), n_run) - 1, 0)
+
+    cold_first, cold = (generate(t.model, tok, [ids], **options) for ids in (FIRST, prompt))
+    tokens = watch(monkeypatch, t.model)
+    assert outcome(generate(t.model, tok, [FIRST], cache=file, **options)) == outcome(cold_first)
+    assert tokens[0] == len(kept)
+    assert ids_in(file) == kept
+    assert {done.timings.reused_tokens for done in cold_first + cold} == {0}
+
+    before = file.read_bytes()
+    tokens.clear()
+    warm = generate(t.model, tok, [prompt], cache=file, **options)
+    assert outcome(warm) == outcome(cold)
+    assert {(done.timings.prompt_tokens, done.timings.reused_tokens) for done in warm} == {(len(prompt), reused)}
+    if n_run:
+        assert tokens[0] == n_run - reused >= 1
+    if kept[:n_run] == prompt[:n_run]:
+        assert file.read_bytes() == before  # a longer prompt is not given up for its beginning
+    else:
+        assert ids_in(file) == prompt[:n_run]
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_one_file_serves_all_decoders_in_any_order(tok, file):
+    t, draft = tiny(2), tiny(3, n_layer=1)
+    rng = np.random.default_rng(0)
+    known, reused = [], 0
+    for step in range(80):
+        # Of prompts over two ids, many begin alike.
+        prompt = rng.integers(2, size=rng.integers(1, 24)).tolist()
+        if step % 3 and known:
+            prompt = known[: rng.integers(1, len(known) + 1)] + prompt[: rng.integers(0, 8)]
+        name = list(DECODERS)[rng.integers(len(DECODERS))]
+        options = options_of(name, tok, draft) | {"max_tokens": 4}
+        cold = generate(t.model, tok, [prompt], **options)
+        warm = generate(t.model, tok, [prompt], cache=file, **options)
+        assert outcome(warm) == outcome(cold), (step, name)
+        run = prompt[: len(prompt) - ("draft_model" in options or "prompt_lookup_num_tokens" in options)]
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, run, strict=False)))
+        assert warm[0].timings.reused_tokens == max(common - 1, 0)
+        reused += warm[0].timings.reused_tokens
+        known = known if known[: len(run)] == run else run
+        assert not file.exists() or ids_in(file) == known
+    assert reused > 300
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"n_layer": 1, "n_head": 4, "scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False, "n_inner": 5},
+    ],
+    ids=str,
+)
+def test_logits_after_a_restore_are_the_references(file, overrides):
+    t = tiny(4, n_positions=48, **overrides)
+    ids, other = random_ids(30), random_ids(30, seed=1)
+    exact = {name: p.astype(float) for name, p in t.params.items()}
+    for common in (0, 1, 2, 15, 29, 30):
+        file.unlink(missing_ok=True)
+        prefill(t.model, t.model.new_cache(), [[*ids[:common], *other[common:]]], Stopwatch(), file)
+        cache, stopwatch = t.model.new_cache(capacity=40), Stopwatch()
+        logits = prefill(t.model, cache, [ids], stopwatch, file)
+        assert stopwatch.reused_tokens == max(common - 1, 0)
+        assert cache.length.tolist() == [30]
+        expected = reference_logits(t.config, exact, ids + other[:10])[29:]
+        later = t.model.forward([other[:4]], cache, last_only=False)[0]
+        steps = [t.model.forward([[token]], cache) for token in other[4:10]]
+        assert np.abs(np.concatenate([logits, later, *steps]) - expected).max() < 1e-4
+
+
+def test_logits_of_the_bundled_model_after_a_restore(file):
+    config = json.loads((ROOT / "weights" / "fairytale" / "config.json").read_text())
+    exact = {name: p.astype(float) for name, p in stored_params(ROOT / "weights" / "fairytale").items()}
+    model, tokenizer = minigen.load("fairytale")
+    first = tokenizer.encode("Once upon a time there was a king who had three sons, and the youngest was called Tom. ")
+    second = first[:-3] + tokenizer.encode("called Jack. One day he went into the forest and met an old fox")
+    for ids, reused in ((first, 0), (second, len(first) - 4), (second, len(second) - 1), (first, len(first) - 4)):
+        stopwatch = Stopwatch()
+        logits = prefill(model, model.new_cache(), [ids], stopwatch, file)
+        assert stopwatch.reused_tokens == reused
+        assert np.abs(logits[0] - reference_logits(config, exact, ids)[-1]).max() < 1e-4
+
+
+# ---- what is in the file -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20])
+@pytest.mark.parametrize("overrides", [{}, {"n_layer": 2, "n_head": 4, "n_embd": 12}], ids=str)
+def test_the_file_holds_the_prompts_keys_and_values_and_nothing_else(tok, file, overrides, max_tokens):
+    t = tiny(5, **overrides)
+    L, H, D = t.config["n_layer"], t.config["n_head"], t.config["n_embd"] // t.config["n_head"]
+    ids = random_ids(13)
+    generate(t.model, tok, [ids], cache=str(file), max_tokens=max_tokens, seed=0)
+    header, data = take_apart(file)
+    assert len(data) == 13 * 8 + 2 * L * H * D * 13 * 4
+    tensors = tensors_in(file)
+    assert set(tensors) == {"ids"} | {f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(L)}
+    assert (tensors["ids"].dtype, tensors["ids"].tolist()) == (np.int64, ids)
+    assert all(tensor.shape == (H, D, 13) for name, tensor in tensors.items() if name != "ids")
+    assert set(header["__metadata__"]) == {"format", "version", "model", "embeddings", "crc32"}
+    # Those of the first layer, from the formula.
+    p = {name: value.astype(float) for name, value in t.params.items()}
+    x = layer_norm(p["wte.weight"][ids] + p["wpe.weight"][:13], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"], 1e-5)
+    _, k, v = np.split(x @ p["h.0.attn.c_attn.weight"] + p["h.0.attn.c_attn.bias"], 3, axis=-1)  # [n, E] each
+    for kind, expected in (("keys.0", k), ("values.0", v)):
+        assert np.abs(tensors[kind] - expected.reshape(13, H, D).transpose(1, 2, 0)).max() < 1e-4
+
+
+def test_without_tokens_to_generate_nothing_is_run_or_written(tok, file):
+    (done,) = generate(tiny().model, tok, [[1, 2, 3]], cache=file, max_tokens=0)
+    assert (done.token_ids, done.timings.reused_tokens, file.exists()) == ([], 0, False)
+
+
+def test_a_text_a_path_and_an_empty_prompt(tok, file):
+    t = tiny()
+    for prompt, ids in (("ab\n", tok.encode("ab\n")), ("", [VOCAB - 1])):
+        cold = generate(t.model, tok, prompt, max_tokens=5, seed=1)
+        for path in (file, str(file)):
+            assert outcome(generate(t.model, tok, prompt, cache=path, max_tokens=5, seed=1)) == outcome(cold)
+            assert ids_in(file) == ids
+
+
+# ---- another model -----------------------------------------------------------------------------------------------
+
+
+def assert_refused(t, tok, path, ids, *words, error=ValueError, **options):
+    """One sentence that names the file, says what to do, and leaves the file as it is."""
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(error) as caught:
+        generate(t.model, tok, [ids], cache=path, **{"max_tokens": 3, "seed": 0} | options)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message and "another file" in message, message
+    for word in words:
+        assert word in message, message
+    if before is not None:
+        assert path.read_bytes() == before
+    if path.parent.is_dir():
+        assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
+
+
+def changed(t, name, delta=0.05, **overrides):
+    """The same model but for one parameter or some keys of its config."""
+    config = t.config | overrides
+    params = {key: value.copy() for key, value in t.params.items()}
+    if name:
+        params[name].flat[0] += np.float32(delta)
+    return Tiny(config, params, GPT2(GPT2Config.from_dict(config), params))
+
+
+SMALL_PARAMETERS = [
+    "wpe.weight",
+    "h.0.ln_1.weight",
+    "h.0.ln_1.bias",
+    "h.1.attn.c_attn.bias",
+    "h.1.attn.c_proj.bias",
+    "h.1.ln_2.weight",
+    "h.1.ln_2.bias",
+    "h.2.mlp.c_fc.bias",
+    "h.2.mlp.c_proj.bias",
+    "ln_f.weight",
+    "ln_f.bias",
+]
+
+
+@pytest.mark.parametrize("name", SMALL_PARAMETERS)
+def test_one_number_of_a_small_parameter_makes_another_model(tok, file, monkeypatch, name):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    other = changed(t, name, delta=1e-6)
+    tokens = watch(monkeypatch, other.model)
+    assert_refused(other, tok, file, FIRST, "another model")
+    assert tokens == []  # before anything is run
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"n_head": 4},
+        {"n_head": 1},
+        {"layer_norm_epsilon": 1e-6},
+        {"activation_function": "gelu"},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ],
+    ids=str,
+)
+def test_a_config_that_computes_something_else_makes_another_model(tok, file, overrides):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    assert_refused(changed(t, None, **overrides), tok, file, FIRST, "another model")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"n_layer": 2}, {"n_embd": 16}, {"n_positions": 31}, {"n_inner": 31}],
+    ids=str,
+)
+def test_a_model_of_another_size_is_another_model(tok, file, overrides):
+    saved(tiny(), tok, file, FIRST)
+    assert_refused(tiny(**overrides), tok, file, FIRST, "another model")
+
+
+def test_what_keys_and_values_do_not_depend_on_makes_no_other_model(tok, file):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    for overrides in ({"eos_token_id": [3, 4]}, {"bos_token_id": None}, {"reorder_and_upcast_attn": True}):
+        other = changed(t, None, **overrides)
+        cold, warm = (generate(other.model, tok, [FIRST], cache=f, max_tokens=9, seed=0) for f in (None, file))
+        assert outcome(warm) == outcome(cold) and warm[0].timings.reused_tokens == 19
+
+
+MATRICES = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+
+
+@pytest.mark.parametrize("prompt", ["identical", "extended", "shortened", "diverging"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_an_adapter_merged_into_the_matrices_is_seen(tok, file, name, prompt):
+    # A product of two thin matrices added to the weights, as LoRA's are, leaves biases and layer norms as they were.
+    t, rng = tiny(), np.random.default_rng(0)
+    saved(t, tok, file, FIRST)
+    params = dict(t.params)
+    for layer in (0, 1):
+        weight = params[f"h.{layer}.{name}"]
+        thin = rng.standard_normal((len(weight), 2)) @ rng.standard_normal((2, weight.shape[1]))
+        params[f"h.{layer}.{name}"] = (weight + 0.1 * thin).astype(np.float32)
+    other = Tiny(t.config, params, GPT2(t.model.config, params))
+    for decoder in ("greedy", "beams", "n-grams"):
+        assert_refused(other, tok, file, SECOND[prompt][0], "other weights", **DECODERS[decoder])
+
+
+def test_other_embeddings_are_seen(tok, file):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    for tokens in (slice(None), FIRST[0], FIRST[-1]):  # all of them, and the first or the last of the text alone
+        wte = t.params["wte.weight"].copy()
+        wte[tokens] *= np.float32(1.05)
+        params = t.params | {"wte.weight": wte}
+        other = Tiny(t.config, params, GPT2(t.model.config, params))
+        assert_refused(other, tok, file, FIRST, "other weights")
+        assert_refused(other, tok, file, [*FIRST, 1], "other weights")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file modes")
+def test_a_replaced_file_keeps_its_mode(tok, file):
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    file.chmod(0o600)
+    saved(t, tok, file, [*FIRST, 1])
+    assert ids_in(file) == [*FIRST, 1] and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_name_as_long_as_names_can_be_is_written(tok, tmp_path):
+    file = tmp_path / ("n" * 250)
+    saved(tiny(), tok, file, FIRST)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_rounding_is_no_other_model(file):
+    # Run as one chunk, token by token, and in between: the sums differ in their last digits only.
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        t = tiny(seed, n_embd=32, n_head=4, n_positions=40)
+        ids = random_ids(40, seed)
+        for n in sorted(rng.integers(1, 41, size=6).tolist()):
+            prefill(t.model, t.model.new_cache(), [ids[:n]], Stopwatch(), file)
+        assert ids_in(file) == ids[:n]
+        file.unlink()
+
+
+# ---- files that are damaged or something else --------------------------------------------------------------------
+
+
+def test_a_truncated_file_is_refused(tok, file):
+    t = tiny(n_layer=1, n_positions=8)
+    whole = saved(t, tok, file, [1, 2, 3])
+    for n in [*range(0, len(whole), 11), len(whole) - 1]:
+        file.write_bytes(whole[:n])
+        with pytest.raises(ValueError, match="damaged or not a safetensors file"):
+            prompt_cache.restore(file, t.model, t.model.new_cache(), [1, 2, 3])
+    assert_refused(t, tok, file, [1, 2, 3], "damaged")
+    file.write_bytes(whole + b"\0")
+    assert_refused(t, tok, file, [1, 2, 3], "damaged")
+
+
+def test_a_file_with_one_other_byte_is_refused(tok, file):
+    t = tiny(n_layer=1, n_positions=8)
+    whole = saved(t, tok, file, [1, 2, 3])
+    rng = np.random.default_rng(0)
+    for at in [*range(len(whole) - 250), *range(len(whole) - 250, len(whole), 7)]:  # the header, and some numbers
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="delete it or name another file"):
+            prompt_cache.restore(file, t.model, t.model.new_cache(), [1, 2, 3])
+
+
+@pytest.mark.parametrize("content", [b"", b"Once upon a time", bytes(8), bytes(5000), b"\x02" + bytes(7) + b"{}"])
+def test_what_is_no_safetensors_file_or_an_empty_one(tok, file, content):
+    file.write_bytes(content)
+    assert_refused(tiny(), tok, file, FIRST, "safetensors file")
+
+
+IN_PLACE_SCRIPT = """
+import os, sys
+import minigen
+from minigen.files import prompt_cache
+
+model, tokenizer = minigen.load(sys.argv[1])
+fingerprint = prompt_cache.fingerprint
+
+def rewritten_meanwhile(model):
+    os.truncate(sys.argv[2], 0)
+    return fingerprint(model)
+
+minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
+prompt_cache.fingerprint = rewritten_meanwhile
+(done,) = minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
+print(done.timings.reused_tokens)
+"""
+
+
+@posix_only
+def test_a_file_that_another_program_rewrites_in_place_does_not_end_the_run(tmp_path, file):
+    """A file that is mapped and then cut off would end the process with SIGBUS."""
+    config = tiny_config(vocab_size=VOCAB, n_positions=32)
+    write_byte_vocab(write_checkpoint(tmp_path / "model", config, tiny_params(config)))
+    command = [sys.executable, "-c", IN_PLACE_SCRIPT, tmp_path / "model", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "29\n"), done.stderr
+
+
+def test_weights_that_are_not_numbers_are_blamed_themselves_every_time(tok, file):
+    t = tiny()
+    params = {name: value.copy() for name, value in t.params.items()}
+    params["h.1.attn.c_attn.bias"][3] = np.nan
+    broken = GPT2(t.model.config, params)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="logit is nan"), np.errstate(all="ignore"):
+            generate(broken, tok, [FIRST], cache=file, max_tokens=1)
+        assert not file.exists()
+
+
+def test_a_checkpoint_is_no_prompt(tok, tmp_path):
+    t = tiny()
+    folder = write_checkpoint(tmp_path / "model", t.config, t.params)
+    assert_refused(t, tok, folder / "model.safetensors", FIRST, "holds no prompt")
+    write_safetensors(tmp_path / "ids", {"ids": ("I64", (1,), bytes(8))})
+    assert_refused(t, tok, tmp_path / "ids", FIRST, "holds no prompt")
+
+
+def rewritten(t, tok, file, change):
+    """A saved file whose header went through `change`."""
+    saved(t, tok, file, FIRST)
+    header, data = take_apart(file)
+    change(header)
+    put_together(file, header, data)
+
+
+def swap(header):
+    header["keys.0"], header["values.0"] = header["values.0"], header["keys.0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda header: header["__metadata__"].update(version="1"), "version 1"),
+        (lambda header: header["__metadata__"].pop("version"), "version None"),
+        (lambda header: header["__metadata__"].update(format="pt"), "holds no prompt"),
+        (lambda header: header.pop("__metadata__"), "holds no prompt"),
+        (lambda header: header["__metadata__"].update(model="0" * 64), "another model"),
+        (lambda header: header["__metadata__"].pop("model"), "another model"),
+        (lambda header: header["__metadata__"].pop("embeddings"), "other weights"),
+        (lambda header: header["__metadata__"].update(crc32="00000000"), "checksum"),
+        (lambda header: header["__metadata__"].pop("crc32"), "checksum"),
+        (swap, "checksum"),
+        (lambda header: header["keys.1"].update(shape=[2, 20, 4]), "keys.1"),
+        (lambda header: header["keys.0"].update(shape=[20, 2, 4]), "keys.0"),
+        (lambda header: header["values.2"].update(dtype="I32"), "values.2"),
+        (lambda header: header["values.2"].update(dtype="BF16", shape=[2, 40, 4]), "values.2"),
+        (lambda header: header["ids"].update(dtype="F64"), "ids"),
+        (lambda header: header["ids"].update(dtype="F8_E4M3", shape=[160]), "ids"),
+        (lambda header: header["ids"].update(shape=[4, 5]), "ids"),
+        (lambda header: header.update({"keys.9": header.pop("keys.2")}), "keys.2"),
+        (lambda header: header.update(tokens=header.pop("ids")), "ids"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(tok, file, change, word):
+    t = tiny()
+    rewritten(t, tok, file, change)
+    assert_refused(t, tok, file, FIRST, word)
+
+
+def test_a_file_put_together_anew_is_accepted(tok, file):
+    t = tiny()
+    rewritten(t, tok, file, lambda header: None)  # what the test above relies on
+    (done,) = generate(t.model, tok, [FIRST], cache=file, max_tokens=3, seed=0)
+    assert done.timings.reused_tokens == 19
+
+
+# ---- paths -------------------------------------------------------------------------------------------------------
+
+
+def test_paths_that_cannot_hold_a_file_are_refused_before_anything_is_run(tok, tmp_path, monkeypatch):
+    t = tiny()
+    (tmp_path / "file").write_bytes(b"")
+    paths = [tmp_path, tmp_path / "missing" / "x", tmp_path / "file" / "x", tmp_path / ("x" * 300)]
+    if os.name == "posix":
+        os.mkfifo(tmp_path / "pipe")  # and no waiting for somebody to write to it
+        paths += [tmp_path / "pipe", Path(os.devnull)]
+    tokens = watch(monkeypatch, t.model)
+    for path in paths:
+        with pytest.raises(OSError) as caught:
+            generate(t.model, tok, [FIRST], cache=path, max_tokens=3)
+        assert str(path) in str(caught.value) and "[Errno" not in str(caught.value)
+    assert tokens == []
+    assert os.name != "posix" or not Path(os.devnull).is_file()
+
+
+@not_root
+def test_what_may_not_be_read_or_written(tok, tmp_path, monkeypatch):
+    t = tiny()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / "x"
+    saved(t, tok, file, FIRST)
+    tokens = watch(monkeypatch, t.model)
+    try:
+        folder.chmod(0o500)
+        (done,) = generate(t.model, tok, [FIRST[:9]], cache=file, max_tokens=3)  # nothing needs to be written
+        assert done.timings.reused_tokens == 8
+        tokens.clear()
+        assert_refused(t, tok, folder / "new", FIRST, "written", error=OSError)
+        assert tokens == []
+        file.chmod(0)
+        with pytest.raises(OSError, match=r"cannot read the prompt cache .*denied; name another file"):
+            generate(t.model, tok, [FIRST], cache=file, max_tokens=3)
+        assert tokens == []
+    finally:
+        folder.chmod(0o700)
+        file.chmod(0o600)
+
+
+@posix_only
+def test_a_link_stays_a_link(tok, tmp_path):
+    t = tiny()
+    link, target = tmp_path / "link", tmp_path / "elsewhere" / "target"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for ids in (FIRST, SECOND["extended"][0]):  # a file that is not there yet, and one that is
+        saved(t, tok, link, ids)
+        assert link.is_symlink() and not target.is_symlink() and ids_in(target) == ids
+    assert os.listdir(target.parent) == ["target"]
+
+
+# ---- crashes and other runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("replace", OSError(28, "No space left on device")),
+        ("fsync", OSError(5, "Input/output error")),
+        ("replace", KeyboardInterrupt()),
+        ("fsync", MemoryError()),
+    ],
+    ids=str,
+)
+def test_a_failure_while_saving_leaves_the_old_file(tok, file, monkeypatch, where, error, exists):
+    t = tiny()
+    before = saved(t, tok, file, FIRST) if exists else None
+    sizes = []
+
+    def fail(*args):
+        sizes.append(max(path.stat().st_size for path in file.parent.iterdir()))
+        raise error
+
+    monkeypatch.setattr(os, where, fail)
+    kind = OSError if isinstance(error, OSError) else type(error)
+    with pytest.raises(kind) as caught:
+        generate(t.model, tok, [SECOND["extended"][0]], cache=file, max_tokens=3)
+    if kind is OSError:
+        assert str(file) in str(caught.value) and error.strerror in str(caught.value)
+        assert "[Errno" not in str(caught.value)
+    assert sizes[0] > 27 * 8 + 2 * 3 * 8 * 27 * 4  # all bytes had been written by then
+    assert os.listdir(file.parent) == [file.name] * exists
+    assert not exists or file.read_bytes() == before
+
+
+@posix_only
+def test_a_full_disk_leaves_the_old_file(tok, file):
+    t = tiny()
+    before = saved(t, tok, file, FIRST)
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))  # too little for a longer prompt
+        assert_refused(t, tok, file, SECOND["extended"][0], "cannot write", error=OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(file.parent) == [file.name]
+
+
+@posix_only
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_killed_process_leaves_the_old_file(tok, tmp_path, moment):
+    file = tmp_path / "prompt.kv"
+    model, tokenizer = minigen.load("distilfairytale")
+    generate(model, tokenizer, "Once upon a time", cache=file, max_tokens=1)
+    before = file.read_bytes()
+    script = (
+        f"import os, signal; os.{moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from minigen.command.main import main\n"
+        f"main(['-m', 'distilfairytale', 'Once upon a hill', '--prompt-cache', {str(file)!r}])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert file.read_bytes() == before
+
+
+def test_the_bytes_are_on_disk_before_the_file_has_its_name(tok, file, monkeypatch):
+    calls, names = [], []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(fd):
+        calls.append(("fsync", os.fstat(fd).st_size))
+        fsync(fd)
+
+    def watched_replace(source, target):
+        calls.append(("replace", os.stat(source).st_size))
+        names.append(Path(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    t = tiny()
+    for ids in ([7], FIRST, SECOND["nothing shared"][0]):  # the first is smaller than a buffer
+        size = len(saved(t, tok, file, ids))
+        assert calls[-2:] == [("fsync", size), ("replace", size)]
+    assert len(set(names)) == 3 and {name.parent for name in names} == {file.parent}  # no two runs share one
+    saved(t, tok, file, SECOND["nothing shared"][0][:-2])
+    assert len(calls) == 6  # what holds the whole prompt is not written again
+
+
+def test_runs_at_the_same_time_never_leave_a_broken_file(tok, file):
+    t, errors = tiny(), []
+    prompts = [FIRST[:n] + random_ids(30 - n, seed=n) for n in range(0, 30, 5)]
+    cold = [outcome(generate(t.model, tok, [ids], max_tokens=4, seed=0)) for ids in prompts]
+
+    def run(first):
+        try:
+            for i in range(first, first + 15):
+                i %= len(prompts)
+                warm = outcome(generate(t.model, tok, [prompts[i]], cache=file, max_tokens=4, seed=0))
+                assert warm == cold[i]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert ids_in(file) in prompts
+    assert os.listdir(file.parent) == [file.name]
+
+
+# ---- options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(window=4), ["window is 4", "prompt cache"]),
+        (dict(window=1000), ["window is 1000", "prompt cache"]),
+        (dict(use_cache=False), ["use_cache is False", "prompt cache"]),
+        (dict(prompts=["a", "b"]), ["number of prompts is 2", "prompt cache"]),
+        (dict(prompts=["a", "b"], num_beams=2), ["number of prompts is 2", "prompt cache"]),
+        (dict(cache=7), ["cache is 7", "path"]),
+        (dict(cache=True), ["cache is True", "path"]),
+        (dict(cache=b"x"), ["cache is b'x'", "path"]),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_with_a_prompt_cache(tok, file, options, words):
+    options = {"cache": file, "prompts": "a"} | options
+    prompts = options.pop("prompts")
+    with pytest.raises(ValueError) as caught:
+        stream(tiny().model, tok, prompts, **options)  # before the first step
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not file.exists()
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capsys, tmp_path):
+    t = tiny()
+    folder = write_checkpoint(tmp_path / "model", t.config, t.params)
+    write_byte_vocab(folder)
+
+    def run(*args):
+        code = cli.main(["--model", str(folder), *map(str, args)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def test_command_line(command, tmp_path):
+    file = tmp_path / "a prompt.kv"
+    options = ("-n", 8, "--seed", 3, "--ignore-eos")
+    code, text, err = command("once upon a time", *options)
+    assert code == 0
+    for cache, closing in [
+        (("--prompt-cache", file), "prompt 16 tokens in "),
+        (("--prompt-cache", file), f"prompt 16 tokens (15 from {file}) in "),
+        ((f"--prompt-cache={file}", "--num-beams", 2), None),
+    ]:
+        code, out, err = command("once upon a time", *options, *cache)
+        assert code == 0 and len(err.splitlines()) == 2
+        if closing:
+            assert out == text
+            assert err.splitlines()[1].startswith(closing)
+    code, out, _ = command("once upon a hill", *options, "--prompt-cache", file, "--json")
+    timings = json.loads(out)["timings"]
+    assert (timings["prompt_tokens"], timings["reused_tokens"]) == (16, 11)
+    assert timings["prompt_seconds"] > 0
+    code, out, _ = command("once upon a hill", *options, "--json")
+    assert json.loads(out)["timings"]["reused_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("a", "--window", "4"), ["window"]),
+        (("a", "--no-cache"), ["--no-cache"]),
+        (("a", "b"), ["number of prompts"]),
+    ],
+)
+def test_command_line_refuses_options(command, tmp_path, args, words):
+    code, out, err = command(*args, "--prompt-cache", tmp_path / "x", "--quiet")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    for word in [*words, "minigen: ", "prompt cache"]:
+        assert word in err
+
+
+def test_command_line_checks_options_before_it_loads_a_model(capsys):
+    code = cli.main(["--model", "/nonexistent", "a", "--prompt-cache", "x", "--window", "4"])
+    assert code == 2 and "window" in capsys.readouterr().err
+
+
+def test_command_line_refuses_files(command, tmp_path):
+    file = tmp_path / "x"
+    file.write_bytes(b"a text")
+    for path in (file, tmp_path, tmp_path / "missing" / "x"):
+        code, out, err = command("abc", "--prompt-cache", path, "--quiet")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("minigen: ") and str(path) in err
+    assert file.read_bytes() == b"a text"
+
+
+def test_help_names_the_option(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "--prompt-cache FILE" in capsys.readouterr().out

@@ -1,0 +1,250 @@
+"""--show-probs: each character in the style of its tokens' probability, on terminals only, and the text unchanged."""
+
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import minigen
+from minigen.command.colors import Painter, has_colours
+from minigen.command.main import main
+from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SGR = re.compile(r"\x1b\[([\d;]*)m")
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A tiny checkpoint of 64 positions, one token a byte: nearly all of what it writes is broken UTF-8."""
+    folder = tmp_path_factory.mktemp("colours") / "bytes"
+    config = tiny_config(vocab_size=257, n_positions=64)
+    write_checkpoint(folder, config, tiny_params(config, seed=3))
+    return write_byte_vocab(folder)
+
+
+def styled_characters(output):
+    """[(character, style)] of a terminal's output; every style must be set once and ended before the next."""
+    found, style = [], ""
+    for index, part in enumerate(SGR.split(output)):  # text, style, text, style ... text
+        if index % 2:
+            assert (part == "0") == (style != ""), output
+            style = "" if part == "0" else part
+        else:
+            found += [(character, style) for character in part]
+    assert style == ""
+    return found
+
+
+def expected_style(probability):
+    if probability >= 0.5:
+        return ""
+    return "36" if probability >= 0.1 else "4;33" if probability >= 0.01 else "1;4;31"
+
+
+# ---- the characters and their styles -----------------------------------------------------------------------------
+
+
+def forced(script):
+    """A logits processor that leaves nothing but the next id of `script`; the log-probabilities stay the model's."""
+
+    def processor(history, logits):
+        only = np.full_like(logits, -np.inf)
+        only[script[len(history.ids) - history.n_prompt]] = 0
+        return only
+
+    return processor
+
+
+@pytest.mark.parametrize("stop", [[], ["!?"], ["€?", "?!", "b\nc!!!"], ["😀b"]], ids=repr)
+def test_each_character_has_the_style_of_the_tokens_that_make_it(tiny_folder, stop):
+    model, tokenizer = minigen.load(tiny_folder)
+    text = "aé你\n\n😀b\nc!!d€!z"  # tokens are bytes: 1, 2, 3, 1, 1, 4 ... to a character
+    options = {"max_tokens": len(text.encode()), "logprobs": 0, "stop": stop, "temperature": 1.0}
+    script = tokenizer.encode(text)
+    # Of different sizes, so that every style comes about.
+    sizes = iter(np.random.default_rng(1).choice([0.0, -0.1, -0.9, -3.0, -6.0], len(script)))
+    painter, output, logprobs = Painter(tokenizer), "", []
+    for step in minigen.stream(model, tokenizer, "x", logits_processors=(forced(script),), **options):
+        logprobs.append(float(next(sizes)))
+        painted = painter.paint(_with_logprob(step, logprobs[-1]))
+        assert SGR.sub("", painted) == step.text  # nothing earlier or later than the decoder shows it
+        output += painted
+    characters = styled_characters(output)
+    expected_text = min((text.split(s)[0] for s in stop if s in text), key=len, default=text)
+    assert "".join(character for character, _ in characters) == expected_text
+    first = 0
+    for character, style in characters:
+        last = first + len(character.encode())
+        expected = "" if character == "\n" else expected_style(math.exp(sum(logprobs[first:last])))
+        assert style == expected, (character, logprobs[first:last])
+        first = last
+    assert len({style for _, style in characters}) >= 3
+
+
+def _with_logprob(step, logprob):
+    entry = step.logprob._replace(logprob=logprob)
+    return minigen.Step(step.text, step.token, entry, step.row, step.from_draft, step.finish_reason, step.completion)
+
+
+def test_half_characters_at_the_end_and_rows_without_a_token(tiny_folder):
+    model, tokenizer = minigen.load(tiny_folder)
+    half = tokenizer.encode("ab你")[:-1]
+    eos = model.config.eos_ids[0]
+    for script, reason in ((half, "length"), ([*half, eos], "eos")):
+        painter = Painter(tokenizer)
+        options = {"max_tokens": len(script), "logprobs": 0, "logits_processors": (forced(script),)}
+        steps = list(minigen.stream(model, tokenizer, "x", **options))
+        output = "".join(painter.paint(step) for step in steps)
+        assert steps[-1].finish_reason == reason
+        assert SGR.sub("", output) == "ab\ufffd" == "".join(step.text for step in steps)
+    (step,) = minigen.stream(model, tokenizer, "x", max_tokens=0, logprobs=0)
+    assert Painter(tokenizer).paint(step) == ""
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(tiny_folder, capsys, monkeypatch):
+    """Runs the command line in this process: (exit code, stdout, stderr), as on a terminal where asked."""
+
+    def run(*args, terminal=False):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        monkeypatch.setattr("minigen.command.main.has_colours", lambda file: terminal)
+        code = main(["--model", str(tiny_folder), *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--no-stream"],
+        ["--no-echo"],
+        ["-n", "0"],
+        ["two", "--num-return-sequences", "2"],
+        ["--prompt-lookup-num-tokens", "3", "--temperature", "0.1"],
+        ["--num-beams", "3", "--num-return-sequences", "2"],
+        ["--stop", "aaaaa", "--stop", "\ufffd\ufffd\ufffd"],
+        ["--no-cache"],
+    ],
+    ids=" ".join,
+)
+def test_the_text_is_that_of_a_plain_run(cli, more):
+    args = ["one one", *more, "-s", "3", "--logit-bias", "64+4", *([] if "-n" in more else ["-n", "30"])]
+    code, plain, _ = cli(*args, "-q")
+    assert code == 0
+    assert cli(*args, "-q", "--show-probs")[:2] == (0, plain)
+    code, coloured, err = cli(*args, "--show-probs", terminal=True)
+    assert code == 0
+    characters = styled_characters(coloured)
+    assert "".join(character for character, _ in characters) == plain
+    assert ({style for _, style in characters} != {""}) == ("-n" not in more)
+    if "--no-echo" not in more:
+        assert coloured.startswith("one one")  # prompts have no style
+    assert "50 % and more" in err and "below 1 %" in err
+
+
+def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny_folder):
+    options = {"stop": "aa", "max_tokens": 30, "seed": 3, "logit_bias": {64: 4}, "logprobs": 0}
+    model, tokenizer = minigen.load(tiny_folder)
+    painters, rows = [Painter(tokenizer), Painter(tokenizer)], ["one", "two"]
+    for step in minigen.stream(model, tokenizer, ["one", "two"], **options):
+        rows[step.row] += painters[step.row].paint(step)
+        assert step.finish_reason in (None, "stop")
+    args = ["one", "two", "--stop", "aa", "-n", "30", "-s", "3", "--logit-bias", "64+4", "-q", "--show-probs"]
+    assert cli(*args, terminal=True)[1] == "\n\n".join(rows) + "\n"
+
+
+def test_unlikely_tokens_are_listed_with_better_ones(cli):
+    args = ["Once upon a time", "--model", "fairytale", "-n", "20", "-s", "4", "-q", "--show-probs"]
+    _, _, err = cli(*args)
+    (done,) = minigen.generate(*minigen.load(), args[0], max_tokens=20, seed=4, logprobs=3)
+    unlikely = [entry for entry in done.logprobs if math.exp(entry.logprob) < 0.1]
+    heading, *lines = err.splitlines()
+    assert "below 10 %" in heading
+    assert 0 < len(unlikely) < 20 and len(lines) == len(unlikely)
+    for entry, line in zip(unlikely, lines, strict=True):
+        assert line.startswith(f"{100 * math.exp(entry.logprob):7.2f}%  {entry.text!r}")
+        assert line.count("%") == 4 and f"{entry.top[0][1]!r} {100 * math.exp(entry.top[0][2]):.1f}%" in line
+    # --logprobs lists all tokens, and as many alternatives as it says.
+    _, _, err = cli(*args, "--logprobs", "1")
+    assert len(err.splitlines()) == 20
+
+
+def test_json_and_colours_do_not_go_together(cli):
+    code, out, err = cli("one", "--show-probs", "--json")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and "--show-probs" in err
+
+
+def on_a_terminal(*args, **env):
+    """(stdout as the terminal gets it, stderr through a pipe) of a process whose stdout is a pseudo-terminal."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **env}
+    command = [sys.executable, "-m", "minigen", *args]
+    with subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as process:
+        os.close(theirs)
+        output = b""
+        try:
+            while data := os.read(ours, 1 << 16):
+                output += data
+        except OSError:  # Linux says so when the last writer has left
+            pass
+        err = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 0, err
+    os.close(ours)
+    return output.decode().replace("\r\n", "\n"), err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals as POSIX has them")
+def test_colours_on_a_terminal_and_nowhere_else():
+    args = ["Once upon a time", "-n", "12", "-s", "4", "--show-probs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    piped = subprocess.run([sys.executable, "-m", "minigen", *args], env=environment, capture_output=True, text=True)
+    (text,) = (done.text for done in minigen.generate(*minigen.load(), args[0], max_tokens=12, seed=4))
+    assert piped.stdout == f"Once upon a time{text}\n"
+    assert "\x1b" not in piped.stderr and "unlikely" in piped.stderr
+
+    output, err = on_a_terminal(*args)
+    characters = styled_characters(output)
+    assert "".join(character for character, _ in characters) == piped.stdout
+    assert {"4;33", "36"} <= {style for _, style in characters}
+    assert "\x1b" not in err and "unlikely" in err  # through a pipe
+    assert on_a_terminal(*args, NO_COLOR="1")[0] == piped.stdout
+
+
+@pytest.mark.parametrize(
+    "is_terminal, env, coloured",
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "xterm", "NO_COLOR": "0"}, False),  # whatever its value
+        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),  # empty counts as not set
+        (True, {"TERM": "dumb"}, False),
+        (False, {"TERM": "xterm"}, False),
+    ],
+)
+def test_what_is_coloured(is_terminal, env, coloured, monkeypatch):
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+    class File(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+    assert has_colours(File()) is coloured

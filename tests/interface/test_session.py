@@ -1,0 +1,325 @@
+"""Turns: what each one continues, that it is the text a run without any memory gives, and what need not be run again.
+
+The oracle is `generate` on the whole text so far, put together here from the turns' texts and the tokens they gave;
+test_decode.py judges `generate` itself.
+"""
+
+import numpy as np
+import pytest
+
+import minigen
+from minigen.engine.decode import PrefixCache
+from minigen.session import Session
+from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+
+N_POSITIONS = 64
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A tiny model of 64 positions, one token a byte; 256 is end-of-text."""
+    config = tiny_config(vocab_size=257, n_positions=N_POSITIONS)
+    return minigen.load(
+        write_byte_vocab(write_checkpoint(tmp_path_factory.mktemp("tiny"), config, tiny_params(config)))
+    )
+
+
+@pytest.fixture
+def fed(loaded, monkeypatch):
+    """How many tokens each forward pass was given, in a list that grows."""
+    model, counts = loaded[0], []
+    forward = model.forward
+
+    def counting(ids, *args, **kwargs):
+        counts.append(np.atleast_2d(ids).size)
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counting)
+    return counts
+
+
+def last(steps):
+    *_, step = steps
+    return step.completion
+
+
+def cold(loaded, ids, **options):
+    (done,) = minigen.generate(*loaded, [ids], **options)
+    return done
+
+
+# ---- turns -------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_the_text_run_cold_and_run_nothing_twice(loaded, fed):
+    _, tokenizer = loaded
+    options = dict(max_tokens=7, temperature=1.0, top_p=1.0, ignore_eos=True)
+    session, so_far = Session(*loaded, seed=5, **options), []
+    for turn, (text, added) in enumerate([("one", "one"), ("two é", "\ntwo é"), ("", ""), ("four", "\nfour")]):
+        new = tokenizer.encode(added)
+        fed.clear()
+        done = last(session.turn(text))
+        # Of the text before, only the last token had not been run; of the new ones, all but the last are.
+        assert sum(fed) == len(new) + 6 + (turn > 0)
+        assert fed[0] == len(new) + (turn > 0)
+        expected = cold(loaded, so_far + new, seed=5 + turn, **options)
+        assert (done.token_ids, done.text) == (expected.token_ids, expected.text)
+        assert done.timings.reused_tokens == max(len(so_far) - 1, 0)
+        so_far += new + done.token_ids
+        assert session.context == so_far
+
+
+def test_a_seed_repeats_a_session_and_no_turn_repeats_another(loaded):
+    options = dict(max_tokens=12, temperature=1.0, top_p=1.0, ignore_eos=True)
+
+    def texts(seed):
+        session, found = Session(*loaded, seed=seed, **options), []
+        for _ in range(4):
+            session.context = []
+            found.append(last(session.turn("the same")).text)
+        return found
+
+    assert texts(3) == texts(3) != texts(None)
+    assert len(set(texts(3))) == 4
+    assert texts(3)[0] == cold(loaded, loaded[1].encode("the same"), seed=3, **options).text
+
+
+@pytest.mark.parametrize(
+    "options, visible",
+    [
+        ({"logit_bias": {256: 90.0}}, ""),  # end-of-text at once
+        ({"logit_bias": {64: 90.0}, "stop": ["aaa"]}, ""),
+        ({"logit_bias": {64: 90.0}, "stop": ["\n"], "max_tokens": 3}, "aaa"),
+        ({"max_tokens": 0}, ""),
+    ],
+)
+def test_the_next_turn_continues_what_was_shown(loaded, options, visible):
+    """Not what stands in the tokens behind it: an end-of-text in the middle would begin another text."""
+    _, tokenizer = loaded
+    session = Session(*loaded, seed=1, **options)
+    assert last(session.turn("ab")).text == visible
+    assert session.context == tokenizer.encode("ab" + visible)
+    done = last(session.turn("cd"))
+    assert done.token_ids == cold(loaded, tokenizer.encode(f"ab{visible}\ncd"), seed=2, **options).token_ids
+
+
+@pytest.fixture
+def interrupt(loaded, monkeypatch):
+    """Lets the n-th MLP of a condition raise: its layer has stored the new keys then, and those after it lack them."""
+    model = loaded[0]
+    mlp = model._mlp
+
+    def arm(at, counts=lambda x: True):
+        calls = []
+
+        def interrupted(x, block):
+            if counts(x):
+                calls.append(x)
+            if len(calls) == at:
+                monkeypatch.setattr(model, "_mlp", mlp)
+                raise KeyboardInterrupt
+            return mlp(x, block)
+
+        monkeypatch.setattr(model, "_mlp", interrupted)
+
+    return arm
+
+
+def test_a_turn_whose_iterator_is_closed(loaded, fed):
+    options = dict(seed=1, max_tokens=9, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
+    session = Session(*loaded, **options)
+    steps = session.turn("bcd")
+    assert [next(steps).text for _ in range(3)] == ["a"] * 3
+    steps.close()
+    assert session.context == loaded[1].encode("bcdaaa")
+    fed.clear()
+    done = last(session.turn("e"))
+    assert fed[0] == 1 + 2
+    assert done.token_ids == cold(loaded, loaded[1].encode("bcdaaa\ne"), **options | {"seed": 2}).token_ids
+
+
+@pytest.mark.parametrize("at, kept", [(1, 5), (3, 6)], ids=["in the prompt", "in a step"])
+def test_a_turn_interrupted_in_the_middle_of_a_pass(loaded, fed, interrupt, at, kept):
+    _, tokenizer = loaded
+    options = dict(max_tokens=3, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
+    session = Session(*loaded, seed=1, **options)
+    assert last(session.turn("bcd")).text == "aaa"  # all but the last of the six are in the cache
+    interrupt(at)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.turn("ef"))
+    before = list(session.context)
+    assert before == tokenizer.encode("bcdaaa\nef" + "a" * (at > 1))
+    fed.clear()
+    done = last(session.turn("g"))
+    # What the interrupted pass was about to add is run again, and nothing else.
+    assert fed[0] == len(before) + 2 - (kept if at == 1 else 9)
+    # No bias here: the logits themselves must not show that something was interrupted.
+    del options["logit_bias"]
+    session.options = options
+    expected = cold(loaded, session.context + tokenizer.encode("\nh"), seed=4, **options)
+    assert last(session.turn("h")).token_ids == expected.token_ids
+    assert done.text == "aaa"
+
+
+def test_a_full_context_loses_nothing(loaded):
+    options = dict(max_tokens=100, ignore_eos=True)
+    session = Session(*loaded, seed=1, **options)
+    done = last(session.turn("x" * 50))
+    assert done.finish_reason == "context"
+    context, seed = list(session.context), session.next_seed
+    for text in ("more", ""):
+        with pytest.raises(ValueError, match=r"6\d tokens.*at most 64.*context_shift"):
+            list(session.turn(text))
+    assert (session.context, session.next_seed) == (context, seed)
+    session.context = []
+    expected = cold(loaded, session.tokenizer.encode("y"), seed=2, **options)
+    assert last(session.turn("y")).token_ids == expected.token_ids
+
+
+def test_a_session_shifts_as_a_run_does(loaded, fed):
+    options = dict(max_tokens=30, temperature=1.0, top_p=1.0, ignore_eos=True, context_shift=True, keep=4)
+    session, context = Session(*loaded, seed=1, **options), []
+
+    def add(ids):
+        for token in ids:
+            context.append(token)
+            if len(context) > N_POSITIONS:
+                del context[4 : 4 + (N_POSITIONS + 1 - 4 + 1) // 2]
+
+    for turn in range(6):
+        added = "\n" * (turn > 0) + f"turn {turn}"
+        add(loaded[1].encode(added))
+        expected = cold(loaded, list(context), seed=1 + turn, **options)
+        fed.clear()
+        done = last(session.turn(f"turn {turn}"))
+        assert done.token_ids == expected.token_ids
+        assert fed[0] < 40  # never the whole text
+        add(done.token_ids)
+        assert session.context == context
+    with pytest.raises(ValueError, match=r"turn has 71 tokens.*64"):
+        list(session.turn("x" * 70))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"use_cache": False, "temperature": 0.0},
+        {"window": 8, "temperature": 0.0},
+        {"prompt_lookup_num_tokens": 3, "temperature": 0.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_cannot_keep_the_cache_works_without(loaded, options):
+    session = Session(*loaded, seed=1, max_tokens=5, **options)
+    first = last(session.turn("abab"))
+    second = last(session.turn("cd"))
+    ids = loaded[1].encode("abab") + first.token_ids + loaded[1].encode("\ncd")
+    assert second.token_ids == cold(loaded, ids, seed=2, max_tokens=5, **options).token_ids
+
+
+def test_options_of_a_session_are_checked_at_once(loaded):
+    for options, words in (
+        ({"num_return_sequences": 2}, "num_return_sequences"),
+        ({"temperature": -1}, "temperature"),
+        ({"context_shift": True, "keep": 40}, "keep is 40"),
+        ({"logit_bias": {"two tokens": 1.0}}, "logit_bias"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Session(*loaded, **options)
+
+
+# ---- the cache that lives on -------------------------------------------------------------------------------------
+
+
+def test_a_prefix_cache_serves_any_prompt(loaded, fed):
+    """Texts that begin alike, that are shorter than the last, and that have nothing in common with it."""
+    rng, cache = np.random.default_rng(0), PrefixCache(loaded[0])
+    options = dict(max_tokens=4, temperature=1.0, top_p=1.0, ignore_eos=True)
+    ids, known = [1, 2, 3], []
+    for seed in range(30):
+        common = next(
+            (i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids))
+        )
+        fed.clear()
+        (done,) = minigen.generate(*loaded, [ids], cache=cache, seed=seed, **options)
+        assert fed[0] == len(ids) - min(common, len(ids) - 1)
+        assert done.token_ids == cold(loaded, ids, seed=seed, **options).token_ids
+        known = ids + done.token_ids[:-1]
+        cut = rng.integers(0, len(known) + 1)
+        ids = (known[:cut] + rng.integers(0, 256, rng.integers(1, 9)).tolist())[-40:]
+
+
+def test_a_prefix_cache_after_an_interrupted_shift(loaded, interrupt):
+    """The cache then holds some of the shifted context, in some layers; what it held before is gone."""
+    cache, ids = PrefixCache(loaded[0]), [*range(60)]
+    options = dict(max_tokens=20, seed=1, temperature=1.0, top_p=1.0, ignore_eos=True)
+    (done,) = minigen.generate(*loaded, [ids], **options)
+    interrupt(2 + 1, lambda x: x.shape[1] > 1)  # the prompt in two layers, and the shifted context in one
+    with pytest.raises(KeyboardInterrupt):
+        minigen.generate(*loaded, [ids], cache=cache, context_shift=True, **options)
+    (again,) = minigen.generate(*loaded, [ids], cache=cache, **options)
+    assert again.token_ids == done.token_ids
+
+
+def test_where_a_prefix_cache_does_not_go(loaded):
+    model, tokenizer = loaded
+    cache = PrefixCache(model)
+    for prompts, options, words in (
+        (["a", "b"], {}, "number of prompts"),
+        (["a"], {"num_return_sequences": 2}, "num_return_sequences"),
+        (["a"], {"num_beams": 2}, "beam"),
+        (["a"], {"prompt_lookup_num_tokens": 2}, "speculation"),
+        (["a"], {"use_cache": False}, "use_cache"),
+        (["a"], {"window": 4}, "window"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            minigen.stream(model, tokenizer, prompts, cache=cache, **options)
+    shapes = model.config.parameter_shapes()
+    other = minigen.GPT2(model.config, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    with pytest.raises(ValueError, match="same model"):
+        minigen.stream(other, tokenizer, "a", cache=cache)
+
+
+# ---- what does not fit the machine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 10**9}, {"num_return_sequences": 10**9}], ids=str)
+def test_more_rows_than_the_machine_has_memory_for(loaded, options):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} is 1000000000.*GiB.*fewer"):
+        minigen.stream(*loaded, "a", **options)
+
+
+# ---- one run at a time -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_a_run_still_uses_is_refused_to_others(loaded):
+    cache = PrefixCache(loaded[0])
+    options = {"cache": cache, "seed": 1, "max_tokens": 12, "ignore_eos": True}
+    cold = [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options | {"cache": None})]
+    first = minigen.stream(*loaded, [[1, 2, 3]], **options)
+    tokens = [next(first).token for _ in range(5)]
+    with pytest.raises(ValueError, match="PrefixCache is in use by a run that has not ended"):
+        next(minigen.stream(*loaded, [[4, 5]], **options))
+    assert tokens + [step.token for step in first] == cold
+    # Another one may follow, also after one that was left; and it gets what it would have got alone.
+    left = minigen.stream(*loaded, [[7, 8]], **options)
+    next(left)
+    left.close()
+    assert [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options)] == cold
+
+
+def test_a_turn_waits_for_the_end_of_the_one_before(loaded):
+    session = Session(*loaded, seed=1, max_tokens=6, ignore_eos=True)
+    first = session.turn("ab")
+    next(first)
+    with pytest.raises(ValueError, match="the session is in use by a run that has not ended"):
+        next(session.turn("cd"))
+    first.close()
+    before = list(session.context)
+    assert before[:2] == loaded[1].encode("ab") and len(before) == 3
+    list(session.turn("cd"))
+    assert session.context[: len(before)] == before and len(session.context) == len(before) + 3 + 6
+    for text in (None, 3, b"x", ["a"]):
+        with pytest.raises(ValueError, match="text is"):
+            next(session.turn(text))

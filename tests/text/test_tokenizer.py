@@ -1,0 +1,1044 @@
+"""Text to ids and back, half characters and stop strings.
+
+The expectations come from three places, none of them the package: ids that transformers made from the same files
+(golden/tokenizer.npz, see golden/make_tokenizer.py), ids written down from OpenAI's vocabulary, and slow oracles in
+this file that follow the definitions.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from minigen.text.stream import StopMatcher, Utf8Stream
+from minigen.text.tokenizer import Tokenizer
+from tests.golden import nasty_strings
+
+ROOT = Path(__file__).parents[2]
+GPT2 = ROOT / "tests" / "data" / "gpt2-bpe"
+FAIRYTALE = ROOT / "weights" / "fairytale"
+GOLDEN = ROOT / "tests" / "golden" / "tokenizer.npz"
+END = "<|endoftext|>"
+END_ID = 50256
+
+STRINGS = nasty_strings.strings()
+LONG = nasty_strings.long_strings()
+many = settings(max_examples=250, deadline=None, derandomize=True, database=None)
+
+
+# ---------------------------------------------------------------------------------------- fixtures and small helpers
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return Tokenizer.from_folder(GPT2)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """{"gpt2": ids of every string, "fairytale": ids of every fifth, "long": {name: (number of ids, SHA-256)}}."""
+    with np.load(GOLDEN) as file:
+        assert str(file["strings_sha256"]) == nasty_strings.digest(STRINGS), "other strings than those the ids are for"
+        out = {}
+        for name in ("gpt2", "fairytale"):
+            ends = np.cumsum(file[f"{name}_lengths"].astype(int))
+            out[name] = [ids.tolist() for ids in np.split(file[f"{name}_ids"], ends[:-1])]
+        names, lengths = file["long_names"].tolist(), file["long_lengths"].tolist()
+        hashes = [row.tobytes() for row in file["long_sha256"]]
+        out["long"] = {name: (n, value) for name, n, value in zip(names, lengths, hashes, strict=True)}
+    assert len(out["gpt2"]) == 10_000 and len(out["fairytale"]) == 2_000
+    return out
+
+
+def vocab_and_merges(folder):
+    """(vocab.json as a dict, the merge lines of merges.txt)."""
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    return vocab, (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1:-1]
+
+
+def write_bpe(folder, vocab, merges, *, first="#version: 0.2\n", newline="\n", last="", **others):
+    """A checkpoint folder's vocab.json, merges.txt and `others` (name without .json -> content)."""
+    (folder / "vocab.json").write_bytes(json.dumps(vocab, ensure_ascii=False).encode())
+    text = first + "".join(line + "\n" for line in merges) + last
+    (folder / "merges.txt").write_bytes(text.replace("\n", newline).encode())
+    for name, content in others.items():
+        (folder / f"{name}.json").write_bytes(json.dumps(content).encode())
+    return folder
+
+
+def byte_symbols():
+    """byte -> the character that stands for it: itself on 33-126, 161-172 and 174-255, the other 68 from U+0100 on."""
+    symbols, spare = {}, 0x100
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            symbols[byte] = chr(byte)
+        else:
+            symbols[byte] = chr(spare)
+            spare += 1
+    assert spare == 0x100 + 68
+    return symbols
+
+
+SYMBOLS = byte_symbols()
+
+
+def bytes_vocab():
+    """A vocabulary of the 256 bytes, each with its value as its id, and end-of-text: 257 ids."""
+    return {symbol: byte for byte, symbol in SYMBOLS.items()} | {END: 256}
+
+
+def stream_text(tokenizer, ids, stops=()):
+    """([text shown after each id ..., at the end], the stop that matched): the two ends of a stream put together."""
+    utf8, matcher, shown = Utf8Stream(), StopMatcher(list(stops)), []
+    for token in ids:
+        shown.append(matcher.push(utf8.push(tokenizer.token_bytes(token))))
+        if matcher.matched is not None:
+            return shown, matcher.matched
+    shown.append(matcher.push(utf8.flush()))
+    if matcher.matched is None:
+        shown[-1] += matcher.flush()
+    return shown, matcher.matched
+
+
+# ---------------------------------------------------------------------------------------- the slow oracle for BPE
+
+
+def slow_pieces(text):
+    """GPT-2's pieces of a text: contractions, words, numbers, signs (a space before them included), white space."""
+    contraction = re.compile("'(s|t|re|ve|m|ll|d)")
+    piece = re.compile("_?L+|_?N+|_?o+|[_s]+(?![LNo])|[_s]+")  # over one letter for the kind of each character
+
+    def kind(c):
+        if c in nasty_strings.WHITE_SPACE:
+            return "_" if c == " " else "s"
+        category = unicodedata.category(c)[0]
+        return category if category in "LN" else "o"
+
+    kinds = "".join(map(kind, text))
+    pieces, start = [], 0
+    while start < len(text):
+        match = contraction.match(text, start) or piece.match(kinds, start)
+        pieces.append(text[start : match.end()])
+        start = match.end()
+    return pieces
+
+
+def slow_encode(text, vocab, merges):
+    """Ids by the definition: in every piece, merge the pair that stands first in merges.txt until none is left."""
+    order = {tuple(line.split(" ")): rank for rank, line in enumerate(merges)}
+    ids = []
+    for piece in slow_pieces(text):
+        parts = [SYMBOLS[byte] for byte in piece.encode("utf-8")]
+        while True:
+            ranked = [(order[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in order]
+            if not ranked:
+                break
+            i = min(ranked)[1]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        ids += [vocab[part] for part in parts]
+    return ids
+
+
+def train_merges(texts, count):
+    """`count` merges learned the usual way, the most frequent pair first, as lines of merges.txt."""
+    words = [[SYMBOLS[byte] for byte in piece.encode()] for text in texts for piece in slow_pieces(text)]
+    merges = []
+    for _ in range(count):
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(" ".join(best))
+        for word in words:
+            i = 0
+            while i + 1 < len(word):
+                if (word[i], word[i + 1]) == best:
+                    word[i : i + 2] = [word[i] + word[i + 1]]
+                i += 1
+    return merges
+
+
+def test_the_slow_oracle_gives_the_golden_ids(golden):
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::8]:
+        if END not in text:
+            assert slow_encode(text, vocab, merges) == ids, repr(text)
+
+
+# ---------------------------------------------------------------------------------------- ids
+
+
+def test_ids_are_those_of_transformers(gpt2, golden):
+    for text, ids in zip(STRINGS, golden["gpt2"], strict=True):
+        assert gpt2.encode(text) == ids, repr(text)
+
+
+def test_ids_with_the_bundled_vocabulary(golden):
+    tokenizer = Tokenizer.from_folder(FAIRYTALE)
+    for text, ids in zip(STRINGS[::5], golden["fairytale"], strict=True):
+        assert tokenizer.encode(text) == ids, repr(text)
+        assert tokenizer.decode(ids) == text
+
+
+def test_decoding_undoes_encoding(gpt2, golden):
+    """T07: a decoder that tidies up."""
+    for text, ids in zip(STRINGS, golden["gpt2"], strict=True):
+        assert gpt2.decode(ids) == text
+        assert b"".join(gpt2.token_bytes(token) for token in ids) == text.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    "text, ids",
+    [
+        # spaces before signs, quotes and carriage returns survive: nothing is "cleaned up"
+        ("y is ?", [88, 318, 5633]),
+        (" ?", [5633]),
+        ("their 'studio'", [24571, 705, 19149, 952, 6]),
+        ("a\r\nb", [64, 201, 198, 65]),
+        # a space at the end is kept, as an id of its own
+        ("import tensorflow as", [11748, 11192, 273, 11125, 355]),
+        ("import tensorflow as ", [11748, 11192, 273, 11125, 355, 220]),
+        # merges that begin with a hash are not comments
+        ("##", [2235]),
+        ("####", [4242]),
+        ("\u00e9", [2634]),
+        # backslash and n are two characters, a newline is one, a byte order mark is text
+        ("a\\nb", [64, 59, 46803]),
+        ("a\nb", [64, 198, 65]),
+        ("\ufeff", [171, 119, 123]),
+        # half a surrogate pair has no UTF-8 form and counts as U+FFFD; a whole pair is the character it stands for
+        ("\udbc0", [4210]),
+        ("caf\udce9", [66, 1878, 4210]),
+        ("\ud83d\udc4d", [41840, 235]),
+        ("\U0001f44d", [41840, 235]),
+        # end-of-text spelled out is end-of-text, as in transformers; anything less is text
+        (f"A{END}B", [32, END_ID, 33]),
+        (END, [END_ID]),
+        (END * 2, [END_ID, END_ID]),
+        (f"\udbc0{END}\udbc0", [4210, END_ID, 4210]),
+        ("<|endoftext|", [27, 91, 437, 1659, 5239, 91]),
+        ("", []),
+    ],
+)
+def test_known_ids(gpt2, text, ids):
+    """T03, T04, T07, T08: end-of-text, surrogates, punctuation and trailing spaces have known ids."""
+    found = gpt2.encode(text)
+    assert found == ids
+    assert isinstance(found, list) and all(type(token) is int for token in found)
+    # decoding gives the text back, with U+FFFD for half a surrogate pair
+    assert gpt2.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+AT_THE_ENDS = ["  a", "a  ", " a ", "\n\n a\n\n", "a  b   c", "\t", " ", "  "]
+BEFORE_SIGNS = [
+    "a .",
+    "a ?",
+    "a !",
+    "a ,",
+    "a ' b",
+    "do n't",
+    "I 'm",
+    "it 's",
+    "I 've",
+    "we 're",
+    "do not",
+    "( a )",
+    "a ' s",
+]
+
+
+@pytest.mark.parametrize("text", AT_THE_ENDS + BEFORE_SIGNS)
+def test_white_space_is_kept(gpt2, text):
+    """T07, T08: spaces lost at the ends or before punctuation."""
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+def test_all_byte_values(gpt2, tmp_path):
+    """T07, T09: each of the 256 bytes."""
+    vocab, _ = vocab_and_merges(GPT2)
+    for byte, symbol in SYMBOLS.items():
+        assert gpt2.token_bytes(vocab[symbol]) == bytes([byte])
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, bytes_vocab(), []))
+    for byte in range(256):
+        assert tokenizer.token_bytes(byte) == bytes([byte])
+        assert tokenizer.decode([byte]) == bytes([byte]).decode("utf-8", "replace")
+    text = "".join(map(chr, range(0x100))) + "\u4f60\U0001f600"
+    assert tokenizer.encode(text) == list(text.encode("utf-8"))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    everything = bytes(range(256)) * 2
+    assert tokenizer.decode(list(everything)) == everything.decode("utf-8", "replace")
+
+
+def test_every_token_stands_for_the_bytes_that_its_symbols_spell(gpt2):
+    """T09: the map of bytes and characters approximated."""
+    vocab, _ = vocab_and_merges(GPT2)
+    byte_of = {symbol: byte for byte, symbol in SYMBOLS.items()}
+    for token, number in vocab.items():
+        wanted = END.encode() if token == END else bytes(byte_of[symbol] for symbol in token)
+        assert gpt2.token_bytes(number) == wanted
+    assert gpt2.special_ids == {END: END_ID}
+    assert gpt2.n_vocab == 50257
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_strings(gpt2, golden, name):
+    """Neither the regular expression nor the merging crashes or takes time that grows with the square of the length."""
+    text = LONG[name]
+    begin = time.perf_counter()
+    try:
+        ids = gpt2.encode(text)
+    except ValueError:
+        # The one thing that may be refused: a million spaces in a row are more than the regular expression can count.
+        assert name.startswith("spaces") and len(text) >= 1_000_000
+        return
+    assert time.perf_counter() - begin < 10
+    assert (len(ids), hashlib.sha256(np.array(ids, "<u2").tobytes()).digest()) == golden["long"][name]
+    assert gpt2.decode(ids) == text
+
+
+# ---------------------------------------------------------------------------------------- padded and unknown ids
+
+
+def test_a_padded_vocabulary_has_ids_without_text():
+    tokenizer = Tokenizer.from_folder(GPT2, vocab_size=50304)
+    assert tokenizer.n_vocab == 50304
+    assert tokenizer.token_bytes(50256) == END.encode()
+    assert [tokenizer.token_bytes(token) for token in (50257, 50303)] == [b"", b""]
+    assert tokenizer.decode([32, 50257, 50303, 33]) == "AB"
+    assert tokenizer.encode("AB") == [6242] and tokenizer.encode("A\nB") == [32, 198, 33]
+
+
+@pytest.mark.parametrize("token", [-1, 50257, 10**9])
+def test_an_id_outside_the_vocabulary_is_refused(gpt2, token):
+    with pytest.raises(ValueError, match=rf" {token} .* 0 to 50256$"):
+        gpt2.token_bytes(token)
+    with pytest.raises(ValueError, match=str(token)):
+        gpt2.decode([32, token])
+
+
+def test_ids_may_be_numpy_integers(gpt2):
+    ids = np.array([66, 1878, 2634, END_ID], dtype=np.int64)
+    assert gpt2.decode(ids) == "caf\u00e9" + END
+    assert gpt2.token_bytes(ids[2]) == "\u00e9".encode()
+
+
+# ---------------------------------------------------------------------------------------- files in other forms
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"newline": "\r\n"},
+        {"newline": "\r\n", "last": "\n"},
+        {"first": ""},
+        {"first": "", "newline": "\r\n"},
+        {"last": "\n"},
+        {"last": "\n\n"},
+        {"first": "#version: 0.2 - Trained by `huggingface/tokenizers`\n"},
+    ],
+    ids=str,
+)
+def test_forms_of_merges_txt(tmp_path, golden, form):
+    """T09: merges.txt without version line, with CRLF, with an empty line at the end."""
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges, **form))
+    for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::10]:
+        assert tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize("form", [{"first": ""}, {}, {"newline": "\r\n"}], ids=str)
+def test_a_first_merge_with_a_hash_is_no_version_line(tmp_path, form):
+    """T09: the first line dropped blindly."""
+    merges = ["# #", "## ##", "# $", "#$ #$", "a b"]
+    vocab = bytes_vocab() | {line.replace(" ", ""): 257 + i for i, line in enumerate(merges)}
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges, **form))
+    assert tokenizer.encode("##") == [257]
+    assert tokenizer.encode("#####") == [258, ord("#")]
+    assert tokenizer.encode("#$#$") == [260]
+    assert tokenizer.encode("#version") == list(b"#version")
+    assert tokenizer.encode("ab") == [261]  # the last symbol of the last line came without a carriage return
+
+
+def test_all_hash_merges_of_gpt2_are_in_use(gpt2):
+    """T09: merges of # taken for comments."""
+    vocab, merges = vocab_and_merges(GPT2)
+    hashes = [line for line in merges if line.startswith("#")]
+    assert len(hashes) == 8
+    for line in hashes:
+        token = line.replace(" ", "")
+        assert gpt2.encode(token) == [vocab[token]]
+
+
+def test_ids_in_any_order_and_with_gaps(tmp_path, golden):
+    """T09: Only the order of the lines in merges.txt counts; what numbers vocab.json gives is another matter."""
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    new = random.Random(1).sample(range(3 * len(vocab)), len(vocab))
+    folder = write_bpe(tmp_path, {token: new[number] for token, number in vocab.items()}, merges)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.n_vocab == max(new) + 1
+    assert tokenizer.special_ids == {END: new[4095]}
+    for text, ids in zip(STRINGS[::5], golden["fairytale"], strict=True):
+        assert tokenizer.encode(text) == [new[number] for number in ids], repr(text)
+        assert tokenizer.decode([new[number] for number in ids]) == text
+    gap = min(set(range(3 * len(vocab))) - set(new))
+    assert tokenizer.token_bytes(gap) == b""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_vocabularies_against_the_slow_oracle(tmp_path, seed):
+    rng = random.Random(seed)
+
+    def some_text():
+        return "".join(rng.choice("aab bc\u00e9'1\n") for _ in range(rng.randrange(1, 25)))
+
+    merges = train_merges([some_text() for _ in range(40)], rng.randrange(1, 60))
+    tokens = [*SYMBOLS.values(), *(line.replace(" ", "") for line in merges), END]
+    if seed % 2:
+        rng.shuffle(tokens)
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges))
+    for text in [some_text() for _ in range(100)]:
+        assert tokenizer.encode(text) == slow_encode(text, vocab, merges), repr(text)
+
+
+def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
+    vocab = bytes_vocab() | {"lo": 257, "hello": 258}
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, ["l o"]))
+    assert tokenizer.encode("hello") == [*b"hel", 257]
+    assert tokenizer.decode([258]) == "hello"
+
+
+@pytest.mark.parametrize(
+    "merges, texts, named",
+    [
+        # two pairs that make the same token
+        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"], "'aaa'"),
+        # a pair that uses a token which only a later line makes
+        (["ab c", "a b"], ["abc", "abcab"], "'ab'"),
+        # a pair that an earlier line always splits: its token must not come of other parts
+        (["a b", "b c", "a bc"], ["abc", "xabcx"], "'bc'"),
+        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"], "'aa'"),
+    ],
+    ids=["two pairs", "before its parts", "split", "split by itself"],
+)
+def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts, named):
+    tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
+    vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(tokens)}
+    write_bpe(tmp_path, vocab, merges)
+    try:
+        tokenizer = Tokenizer.from_folder(tmp_path)
+    except ValueError as error:
+        assert str(tmp_path) in str(error) and named in str(error)
+        return
+    for text in texts:
+        assert tokenizer.encode(text) == slow_encode(text, vocab, merges), text
+
+
+def test_reading_does_not_depend_on_the_locale():
+    """T09: files opened in the locale's encoding."""
+    code = (
+        "import sys; from minigen.text.tokenizer import Tokenizer; t = Tokenizer.from_folder(sys.argv[1]);"
+        "print(t.encode('caf\\u00e9 #### \\u4f60'), ascii(t.decode([19526, 254, 2634])))"
+    )
+    plain = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG": "C"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(GPT2)], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == r"[66, 1878, 2634, 1303, 21017, 220, 19526, 254] '\u4f60\xe9'"
+
+
+# ---------------------------------------------------------------------------------------- added tokens
+
+
+def added_folder(folder, *, added=None, special=None):
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    others = {} if added is None else {"added_tokens": added}
+    return write_bpe(folder, vocab, merges, **others, **({} if special is None else {"special_tokens_map": special}))
+
+
+def test_added_tokens_are_found_in_the_text(tmp_path):
+    added = {"<|pad|>": 4096, "<user name>": 4097, "\u00fcn\u00ef\uff5c": 4098, "    ": 4099}
+    tokenizer = Tokenizer.from_folder(added_folder(tmp_path, added=added))
+    assert tokenizer.n_vocab == 4100
+    assert tokenizer.special_ids == added | {END: 4095}
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    for token, number in added.items():
+        assert tokenizer.encode(token) == [number]
+        assert tokenizer.encode(f"a{token}b") == [a, number, b]
+        assert tokenizer.encode(f"{token}{token}{END}") == [number, number, 4095]
+        assert tokenizer.decode([a, number, b]) == f"a{token}b"
+        assert tokenizer.token_bytes(number) == token.encode("utf-8")
+    assert tokenizer.encode("  ") == Tokenizer.from_folder(FAIRYTALE).encode("  ")
+
+
+def test_of_several_added_tokens_the_longest_is_taken(tmp_path):
+    """As in transformers, and for every order of the file: runs of spaces are added to vocabularies for code."""
+    names = ["  ", "   ", "    ", "<a>", "<a><b>", "<a>b"]
+    for turn in range(len(names)):
+        order = names[turn:] + names[:turn]
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        tokenizer = Tokenizer.from_folder(added_folder(folder, added={name: 4096 + i for i, name in enumerate(order)}))
+        a = tokenizer.encode("a")[0]
+        for text, pieces in {
+            "a     a": ["a", "    ", " a"],
+            "a   a": ["a", "   ", "a"],
+            "<a>": ["<a>"],
+            "<a><b>a": ["<a><b>", "a"],
+            "<a><a>b<a>": ["<a>", "<a>b", "<a>"],
+        }.items():
+            one = {"a": [a], " a": tokenizer.encode(" a")}
+            wanted = [number for piece in pieces for number in one.get(piece) or [tokenizer.special_ids[piece]]]
+            assert tokenizer.encode(text) == wanted, (order, text)
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"bos_token": END, "pad_token": "<0x>"},
+        {"pad_token": {"content": "<0x>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}},
+        {"additional_special_tokens": ["<0x>", END]},
+        {"additional_special_tokens": [{"content": "<0x>"}]},
+    ],
+)
+def test_special_tokens_map_names_tokens_of_the_vocabulary(tmp_path, special):
+    vocab = bytes_vocab() | {"<0x>": 257}
+    write_bpe(tmp_path, vocab, [])
+    assert Tokenizer.from_folder(tmp_path).encode("a<0x>") == list(b"a<0x>")
+    write_bpe(tmp_path, vocab, [], special_tokens_map=special)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(f"a<0x>b{END}") == [97, 257, 98, 256]
+    assert tokenizer.special_ids == {END: 256, "<0x>": 257}
+    assert tokenizer.decode([97, 257]) == "a<0x>"
+
+
+def test_special_tokens_need_not_be_spelled_in_byte_symbols(tmp_path):
+    """A vocabulary may hold a special token as plain text; `\uff5c` is no symbol of a byte, and a space neither."""
+    names = ["<\uff5cuser\uff5c>", "<a b>"]
+    vocab = bytes_vocab() | {name: 257 + i for i, name in enumerate(names)}
+    write_bpe(tmp_path, vocab, [], special_tokens_map={"additional_special_tokens": names})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(f"{names[0]}a{names[1]}") == [257, 97, 258]
+    assert tokenizer.decode([258, 97, 257]) == f"{names[1]}a{names[0]}"
+
+
+def test_a_special_token_that_has_no_id_is_plain_text(tmp_path):
+    tokenizer = Tokenizer.from_folder(added_folder(tmp_path, special={"pad_token": "<|pad|>", "sep_token": None}))
+    assert tokenizer.special_ids == {END: 4095}
+    assert tokenizer.decode(tokenizer.encode("<|pad|>")) == "<|pad|>"
+
+
+def test_a_vocabulary_without_end_of_text(tmp_path):
+    vocab = bytes_vocab()
+    del vocab[END]
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, []))
+    assert tokenizer.special_ids == {} and tokenizer.n_vocab == 256
+    assert tokenizer.encode(END) == list(END.encode())
+
+
+# ---------------------------------------------------------------------------------------- tokenizer.json, no network
+
+
+def tokenizer_json(vocab, merges, added=()):
+    """What transformers writes, in its order, less what says nothing."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "added_tokens": [{"id": number, "content": name} | flags for name, number in added],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab, "merges": merges},
+    }
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a socket was opened")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+    (tmp_path / "empty cache").mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def test_reading_a_folder_opens_no_socket(no_network):
+    """C05: a tokenizer that needs the network."""
+    assert Tokenizer.from_folder(GPT2).encode("caf\u00e9") == [66, 1878, 2634]
+
+
+@pytest.mark.parametrize("spelling", ["a b", ["a", "b"]], ids=["string", "pair"])
+def test_tokenizer_json_alone(tmp_path, golden, no_network, spelling):
+    """C05: a folder with tokenizer.json only."""
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    if isinstance(spelling, list):
+        merges = [line.split(" ") for line in merges]
+    added = [(END, 4095), ("<|pad|>", 4096)]
+    content = tokenizer_json(vocab, merges, added)
+    (tmp_path / "tokenizer.json").write_bytes(json.dumps(content, ensure_ascii=False).encode())
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.special_ids == dict(added) and tokenizer.n_vocab == 4097
+    for text, ids in zip(STRINGS[::5], golden["fairytale"], strict=True):
+        assert tokenizer.encode(text) == ids, repr(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("<|pad|>") == [4096]
+
+
+def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network):
+    vocab, merges = vocab_and_merges(GPT2)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(vocab, merges, [(END, END_ID)])))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[::7]:
+        assert tokenizer.encode(text) == ids, repr(text)
+
+
+def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
+    content = tokenizer_json(bytes_vocab() | {"ab": 257}, ["a b"])
+    del content["model"]["type"], content["added_tokens"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.from_folder(tmp_path).encode("ab" + END) == [257, 256]
+
+
+@pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
+def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
+    write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
+    for name in {"vocab.json", "merges.txt"} - {left}:
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(bytes_vocab() | {"ba": 257}, ["b a"])))
+    assert Tokenizer.from_folder(tmp_path).encode("abba") == [97, 98, 257]
+
+
+# ---------------------------------------------------------------------------------------- broken files
+
+
+def test_any_merges_are_followed_or_refused(tmp_path):
+    rng, outcomes = random.Random(1), Counter()
+    for _ in range(100):
+        tokens, merges = ["a", "b"], []
+        for _ in range(rng.randrange(1, 6)):
+            left, right = rng.choice(tokens), rng.choice(tokens)
+            merges.append(f"{left} {right}")
+            tokens.append(left + right)
+        if rng.random() < 0.2:
+            rng.shuffle(merges)
+        vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(dict.fromkeys(tokens[2:]))}
+        write_bpe(tmp_path, vocab, merges)
+        try:
+            tokenizer = Tokenizer.from_folder(tmp_path)
+        except ValueError as error:
+            assert "merge" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["followed"] += 1
+        for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(1, 7)))):
+            assert tokenizer.encode(text) == slow_encode(text, vocab, merges), (merges, text)
+    assert min(outcomes.values()) > 10
+
+
+BYTES_TEXT = json.dumps(bytes_vocab())
+
+
+def bytes_with(token):
+    """BYTES_TEXT with something else for the entry of "a"."""
+    return BYTES_TEXT.replace('"a": 97', token).encode()
+
+
+BROKEN = {
+    "vocab.json": {
+        "empty": b"",
+        "cut off": BYTES_TEXT[:-9].encode(),
+        "nested": b"[" * 100_000,
+        "null": b"null",
+        "no token": b"{}",
+        "a list": b'["a", "b"]',
+        "not UTF-8": b'{"\xe9": 1}',
+        "text for an id": bytes_with('"a": "97"'),
+        "null for an id": bytes_with('"a": null'),
+        "a fraction for an id": bytes_with('"a": 97.5'),
+        "a negative id": bytes_with('"a": -97'),
+        "one id for two": bytes_with('"a": 98'),
+        "a character that spells no byte": bytes_with('"a": 97, "\\u00ad": 257'),
+        "a space, which spells no byte": bytes_with('"a": 97, " b": 257'),
+        "a byte is missing": bytes_with('"aa": 97'),
+    },
+    "merges.txt": {
+        "one symbol": b"#version: 0.2\nab\n",
+        "three symbols": b"#version: 0.2\na b c\n",
+        "the product is no token": b"#version: 0.2\na b\n",
+        "no symbol of a byte": "#version: 0.2\na \u4f60\n".encode(),
+        "not UTF-8": b"#version: 0.2\n\xff\xfe\n",
+    },
+    "added_tokens.json": {
+        "cut off": b"{",
+        "a list": b'["<x>"]',
+        "text for an id": b'{"<x>": "257"}',
+        "a negative id": b'{"<x>": -1}',
+        "an empty token": b'{"": 257}',
+    },
+    "special_tokens_map.json": {
+        "cut off": b"{",
+        "a list": b"[]",
+        "a number for a token": b'{"pad_token": 3}',
+        "a token without text": b'{"pad_token": {"text": "<x>"}}',
+    },
+}
+
+
+SAID = {  # fault -> what the message has to say of it
+    ("vocab.json", "text for an id"): ["'a'", "'97'"],
+    ("vocab.json", "null for an id"): ["'a'", "None"],
+    ("vocab.json", "a fraction for an id"): ["'a'", "97.5"],
+    ("vocab.json", "a negative id"): ["'a'", "-97"],
+    ("vocab.json", "one id for two"): [" id"],
+    ("vocab.json", "a byte is missing"): [" 255 ", " 256 "],
+    ("merges.txt", "the product is no token"): ["'ab'"],
+    ("added_tokens.json", "text for an id"): ["'<x>'", "'257'"],
+    ("added_tokens.json", "a negative id"): ["'<x>'", "-1"],
+    ("added_tokens.json", "an empty token"): ["''", "257"],
+}
+
+
+@pytest.mark.parametrize("name, fault", [(name, fault) for name, faults in BROKEN.items() for fault in faults])
+def test_a_broken_file_is_named(tmp_path, name, fault):
+    write_bpe(tmp_path, bytes_vocab(), [])
+    (tmp_path / name).write_bytes(BROKEN[name][fault])
+    with pytest.raises((ValueError, OSError)) as caught:
+        Tokenizer.from_folder(tmp_path)
+    message = str(caught.value)
+    assert name in message and "\n" not in message
+    fact = message.split(name, 1)[1]  # the folder's name could have anything in it
+    assert all(part in fact for part in SAID.get((name, fault), [])), message
+
+
+def test_only_the_symbols_of_bytes_count_as_bytes():
+    vocab = bytes_vocab() | {"bc": 257, chr(256 + 68): 258}  # what a 257th byte would be spelled as
+    assert Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258}).encode("abc") == [97, 257]
+    del vocab["a"]
+    with pytest.raises(ValueError, match=" 255 of the 256 bytes"):
+        Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258})
+
+
+def changed_model(without=None, **changes):
+    """A tokenizer.json with changes to its model."""
+    content = tokenizer_json(bytes_vocab(), [])
+    content["model"] |= changes
+    content["model"].pop(without, None)
+    return content
+
+
+OTHER_TOKENIZERS = {
+    "a list": [],
+    "empty": {},
+    "null": None,
+    "no model": {"model": None},
+    "empty model": {"model": {}},
+    "WordPiece": changed_model(type="WordPiece"),
+    "Unigram": changed_model(type="Unigram", vocab=[["a", -1.5]]),
+    "vocab null": changed_model(vocab=None),
+    "vocab a list": changed_model(vocab=["a"]),
+    "no vocab": changed_model(without="vocab"),
+    "merges null": changed_model(merges=None),
+    "one symbol": changed_model(merges=["ab"]),
+    "three symbols": changed_model(merges=[["a", "b", "c"]]),
+    "unknown product": changed_model(merges=["a b"]),
+    "a number for a merge": changed_model(merges=[3]),
+    "no merges": changed_model(without="merges"),
+    "not byte-level": changed_model() | {"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581"}},
+    "not split": changed_model() | {"pre_tokenizer": None},
+    "a number for an added token": changed_model() | {"added_tokens": [3]},
+    "added token without id": changed_model() | {"added_tokens": [{"content": "<x>"}]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TOKENIZERS)
+def test_a_tokenizer_json_of_another_kind_is_named(tmp_path, kind):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(OTHER_TOKENIZERS[kind]))
+    with pytest.raises((ValueError, OSError)) as caught:
+        Tokenizer.from_folder(tmp_path)
+    message = str(caught.value)
+    assert "tokenizer.json" in message and "\n" not in message
+    if kind in ("WordPiece", "Unigram", "not byte-level", "not split"):
+        assert "byte-level BPE" in message
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(OSError, match=r"vocab\.json"):
+        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):
+        Tokenizer.from_folder(tmp_path / "nowhere")
+    write_bpe(tmp_path, bytes_vocab(), [])
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(OSError, match=r"merges\.txt"):
+        Tokenizer.from_folder(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- characters out of bytes
+
+
+def _beginnings(points):
+    """All beginnings of the UTF-8 forms of these code points that lack at least the last byte."""
+    forms = (chr(point).encode("utf-8", "surrogatepass") for point in points)
+    return {form[:n] for form in forms for n in range(1, len(form))}
+
+
+# One code point in 64 is enough: the last six bits are the last byte.
+UNFINISHED = _beginnings([*range(0x80, 0xD800, 64), *range(0xE000, 0x110000, 64)])
+UNFINISHED_OR_SURROGATE = UNFINISHED | _beginnings(range(0xD800, 0xE000, 64))
+
+
+def _without_end(data, beginnings):
+    """`data` less its longest end that is in `beginnings`."""
+    return next((data[:-n] for n in (3, 2, 1) if data[-n:] in beginnings), data)
+
+
+def check_utf8_stream(chunks):
+    """What has been shown after each push, against decoding all bytes so far at once."""
+    stream, shown, seen = Utf8Stream(), "", b""
+    for chunk in chunks:
+        piece = stream.push(chunk)
+        assert isinstance(piece, str)
+        shown, seen = shown + piece, seen + chunk
+        # Every character that is complete is out, and what may still become one is not. (The first two bytes of a
+        # surrogate can no longer become a character, but may wait for the next byte like those that can.)
+        at_most = _without_end(seen, UNFINISHED).decode("utf-8", "replace")
+        at_least = _without_end(seen, UNFINISHED_OR_SURROGATE).decode("utf-8", "replace")
+        assert at_most.startswith(shown) and shown.startswith(at_least), (chunks, seen, shown)
+    shown += stream.flush()
+    assert shown == b"".join(chunks).decode("utf-8", "replace")
+    assert stream.flush() == ""
+
+
+characters = st.sampled_from("a \u00e9\u0416\u4f60\ufffd\uffff\U0001f600\U0010ffff\u200d\x00\x7f\x80").map(str.encode)
+broken = st.sampled_from(
+    "80 bf c0 c1 c3 e0 e080 ed eda0 f0 f080 f09f f09f98 f490 f5 ff e4bd c328".split(),
+).map(bytes.fromhex)
+nasty_bytes = st.lists(st.one_of(characters, broken, st.binary(max_size=3)), max_size=8).map(b"".join)
+
+
+def cut(data, places):
+    """`data` (bytes or str) cut at `places`, numbers that need not be sorted, distinct or inside."""
+    edges = [0, *sorted(min(place, len(data)) for place in places), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+places = st.lists(st.integers(0, 24), max_size=12)
+
+
+@many
+@given(nasty_bytes, places)
+@example(b"\xed\xa0\x80a", [1, 2, 3])
+@example("\U0001f600\U0001f600".encode(), range(8))
+@example(b"\xf0\x9f\x98\xf0\x9f\x98\x80", range(7))
+def test_any_bytes_in_any_pieces(data, where):
+    """T01: characters broken between tokens."""
+    check_utf8_stream(cut(data, where))
+
+
+@many
+@given(nasty_bytes)
+def test_any_bytes_one_at_a_time(data):
+    check_utf8_stream([data[i : i + 1] for i in range(len(data))])
+
+
+def test_every_way_to_cut_a_few_characters():
+    data = "\u00e9\u4f60\U0001f600".encode() + b"\xf0\x9f"
+    for cuts in itertools.product([False, True], repeat=len(data) - 1):
+        check_utf8_stream(cut(data, [i + 1 for i, here in enumerate(cuts) if here]))
+
+
+def test_a_character_of_several_tokens_comes_whole_and_at_once(gpt2):
+    """T01: a finished character that waits for the next one."""
+    # the grinning face is F0 9F 98 | 80, and each of the two Chinese characters is two tokens
+    assert stream_text(gpt2, [47249, 222])[0] == ["", "\U0001f600", ""]
+    assert stream_text(gpt2, [19526, 254, 25001, 121])[0] == ["", "\u4f60", "", "\u597d", ""]
+    assert stream_text(gpt2, [47249, 222, 47249, 222])[0] == ["", "\U0001f600", "", "\U0001f600", ""]
+    assert stream_text(gpt2, [47249, 32])[0] == ["", "\ufffdA", ""]  # broken off: the error and the letter
+    assert stream_text(gpt2, [47249])[0] == ["", "\ufffd"]
+
+
+def test_streams_of_nasty_strings(gpt2, golden, tmp_path):
+    by_byte = Tokenizer.from_folder(write_bpe(tmp_path, bytes_vocab(), []))
+    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[::7]:
+        shown, _ = stream_text(gpt2, ids)
+        assert "".join(shown) == text and shown[-1] == ""
+        # byte by byte every character comes with its last byte
+        shown, _ = stream_text(by_byte, text.encode("utf-8"))
+        assert [piece for piece in shown if piece] == list(text)
+
+
+def test_streams_of_broken_ids(gpt2):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ids = rng.choice(
+            [222, 254, 121, 47249, 19526, 25001, 32, 171, 119, 123, 188, 198], rng.integers(1, 12)
+        ).tolist()
+        shown, _ = stream_text(gpt2, ids)
+        assert "".join(shown) == gpt2.decode(ids)
+
+
+# ---------------------------------------------------------------------------------------- stop strings
+
+
+def slow_stop(text, stops):
+    """(what may be shown of `text`, the stop that matched or None), by the definition and without a memory."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:  # the first to be complete; of several the longest
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    # hold back from the first place on where a stop may have begun
+    start = next(i for i in range(len(text) + 1) if any(stop.startswith(text[i:]) for stop in [*stops, ""]))
+    return text[:start], None
+
+
+def check_stops(stops, chunks):
+    """What is shown in the end, after comparing what is shown and held back at every push with the oracle."""
+    matcher, shown, seen = StopMatcher(stops), "", ""
+    assert matcher.matched is None
+    for chunk in chunks:
+        seen += chunk
+        shown += matcher.push(chunk)
+        assert (shown, matcher.matched) == slow_stop(seen, stops), (stops, chunks, seen)
+        if matcher.matched is not None:
+            break
+    shown += matcher.flush()
+    text, stop = slow_stop(seen, stops)
+    assert matcher.matched == stop
+    assert shown == (seen if stop is None else text), (stops, chunks)
+    assert matcher.flush() == ""
+    return shown
+
+
+STOP_INPUTS = [
+    (["ab"], "aab", "a"),
+    (["aab"], "aaab", "a"),
+    (["aab"], "aaaaab c", "aaa"),
+    (["DEFGHIJ"], " DEFGHIJ tail", " "),
+    (["DEFGHIJ"], " DEFGHI", " DEFGHI"),
+    (["\nUser:"], "Hello\nUse\nUser: x", "Hello\nUse"),
+    (["abc", "ab"], "xabc", "x"),  # a prefix of the other is always complete first
+    (["ab", "abc"], "xabc", "x"),
+    (["abc", "bc"], "xabc", "x"),  # both end at the same character: the longer one
+    (["bc", "abc"], "xabc", "x"),
+    (["bc", "abd"], "abcd", "a"),
+    (["abcd", "c"], "abcd", "ab"),  # the one that starts later is complete first
+    (["aba"], "ababa", ""),
+    (["abab"], "aabaabab", "aaba"),
+    (["\U0001f600"], "a\U0001f600b", "a"),
+    (["\u200d\u2642"], "\U0001f9d9\u200d\u2642\ufe0f", "\U0001f9d9"),
+    (["e\u0301"], "e e\u0301", "e "),
+    (["\ufffd"], "ab", "ab"),
+    (["x"], "", ""),
+    (["no"], "never", "never"),
+    ([], "text", "text"),
+    (["\n"], "\n", ""),
+    (["aaa"], "aa", "aa"),
+    (["a"], "aaaa", ""),
+]
+
+
+@pytest.mark.parametrize("stops, text, wanted", STOP_INPUTS)
+def test_stop_strings_at_every_cut(stops, text, wanted):
+    """T11: stop strings across the borders of pieces."""
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            assert check_stops(stops, [text[:first], text[first:second], text[second:]]) == wanted
+    assert check_stops(stops, list(text)) == wanted
+
+
+def test_all_short_texts_and_stops():
+    """Every text of six letters out of two, with every one or two stops of up to three letters, letter by letter."""
+    words = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("ab", repeat=n)]
+    texts = ["".join(letters) for letters in itertools.product("ab", repeat=6)]
+    for stops in [[word] for word in words] + [list(pair) for pair in itertools.combinations(words, 2)]:
+        expected = {text[:n]: slow_stop(text[:n], stops) for text in texts for n in range(7)}
+        for text in texts:
+            matcher, shown = StopMatcher(stops), ""
+            for n, letter in enumerate(text, start=1):
+                shown += matcher.push(letter)
+                assert (shown, matcher.matched) == expected[text[:n]], (stops, text[:n])
+                if matcher.matched is not None:
+                    break
+            matcher = StopMatcher(stops)
+            assert (matcher.push(text), matcher.matched) == expected[text], (stops, text)
+
+
+letters = st.text("aab\u00e9\U0001f600", max_size=20)
+
+
+@many
+@given(st.lists(st.text("aab\u00e9\U0001f600", min_size=1, max_size=6), max_size=4), letters, places)
+@example(["aabaaab", "baab"], "aabaaabaab", [3, 5])
+def test_stop_strings_in_any_pieces(stops, text, where):
+    check_stops(stops, cut(text, where))
+
+
+@many
+@given(st.data(), letters.filter(bool), places)
+def test_stops_that_do_occur(data, text, where):
+    start = data.draw(st.integers(0, len(text) - 1))
+    stop = text[start : data.draw(st.integers(start + 1, len(text)))]
+    relatives = [stop + "a", stop[:-1] + "b", stop[1:] or "a", stop[:1], "b" + stop]
+    others = data.draw(st.lists(st.sampled_from(relatives), max_size=2))
+    check_stops([stop, *others], cut(text, where))
+
+
+def test_nothing_is_shown_after_a_stop():
+    matcher = StopMatcher(["stop"])
+    assert matcher.push("a stop b") == "a " and matcher.matched == "stop"
+    assert [matcher.push("more"), matcher.push(" stop"), matcher.flush()] == ["", "", ""]
+    assert matcher.matched == "stop"
+
+
+@pytest.mark.parametrize("stops", [[""], ["a", ""]])
+def test_an_empty_stop_is_refused(stops):
+    """T11: an empty stop string."""
+    with pytest.raises(ValueError, match="empty"):
+        StopMatcher(stops)
+
+
+def test_stops_across_the_borders_of_tokens(gpt2):
+    """T11: a stop string of several tokens."""
+    vocab, _ = vocab_and_merges(GPT2)
+    ids = [vocab[token] for token in ("\u0120DEF", "GH", "IJ")]
+    assert stream_text(gpt2, ids, ["DEFGHIJ"]) == ([" ", "", ""], "DEFGHIJ")
+    assert stream_text(gpt2, ids, ["DEFGHIJK"]) == ([" ", "", "", "DEFGHIJ"], None)
+    assert stream_text(gpt2, ids, ["FG"]) == ([" DE", ""], "FG")  # what follows in the same token is not shown either
+    # three tokens: newline, User, colon
+    ids = gpt2.encode("Hi\nUser: no")
+    assert stream_text(gpt2, ids, ["\nUser:"]) == (["Hi", "", "", ""], "\nUser:")
+    # a stop is text: half of a character never matches, not even the sign that would stand for it
+    face = [47249, 222]
+    assert stream_text(gpt2, face, ["\ufffd", "\u00f0", "\x98"]) == (["", "\U0001f600", ""], None)
+    assert stream_text(gpt2, [32, *face, 33], ["\U0001f600"]) == (["A", "", ""], "\U0001f600")
+    assert stream_text(gpt2, [32, 47249], ["\ufffd"]) == (["A", "", ""], "\ufffd")
+
+
+def test_streamed_stops_are_the_stops_of_the_whole_text(gpt2, golden):
+    """T11: streamed and whole texts that stop elsewhere."""
+    rng = random.Random(2)
+    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[300::9]:
+        start = rng.randrange(len(text))
+        stops = [text[start : start + rng.randrange(1, 6)], "the", "\u00e9\u4e2d"]
+        shown, matched = stream_text(gpt2, ids, stops)
+        wanted, stop = slow_stop(text, stops)
+        assert ("".join(shown), matched) == (wanted, stop), (text, stops)
