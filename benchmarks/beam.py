@@ -29,9 +29,9 @@ class WatchedCache(KVCache):
         super().__init__(*arguments)
         self.select_seconds, self.copied = [], []
 
-    def select(self, rows, shared=0):
+    def reorder(self, rows, shared=0):
         start = time.perf_counter()
-        super().select(rows, shared)
+        super().reorder(rows, shared)
         self.select_seconds.append(time.perf_counter() - start)
         self.copied.append(np.count_nonzero(np.asarray(rows) != np.arange(len(rows))))
 

@@ -39,7 +39,7 @@ def cache_at(model, depth, more, batch=1):
     ids, cache = random_ids(model.config, 1, depth), model.new_cache(capacity=depth + more)
     for start in range(0, depth, 16):  # few enough at a time for minigen's own threads
         model.forward(ids[:, start : min(start + 16, depth)], cache)
-    cache.select([0] * batch)
+    cache.reorder([0] * batch)
     return cache
 
 

@@ -8,7 +8,7 @@ def main():
     # Imports take half a second, and a download minutes. There is no text yet to show and no file to tidy up, so a
     # signal just ends it: an exception would be a traceback, get lost in a module that is being set up, or wait for
     # threads.
-    signals.exit_at_once()
+    signals.exit_immediately()
     from minigen.command import main as command
 
     try:

@@ -8,13 +8,13 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from minigen.engine.beam import BeamConfig, beam_search
-from minigen.engine.decode import UNWATCHED, DecodingConfig, PrefixCache, Row, Stopwatch, decode, one_at_a_time
+from minigen.engine.decode import NO_HOOKS, DecodingConfig, PrefixCache, Row, Stopwatch, decode, exclusive
 from minigen.engine.model import GPT2
 from minigen.engine.sampler import SamplingConfig
-from minigen.engine.speculative import ModelDrafter, NgramDrafter, SpeculationConfig, speculate
+from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, SpeculationConfig, speculate
 from minigen.engine.validation import is_int, require
-from minigen.files.checkpoint import load_config, read_tensors
-from minigen.files.hub import find
+from minigen.files.checkpoint import load_config, load_weights
+from minigen.files.hub import resolve_checkpoint
 from minigen.text.tokenizer import Tokenizer
 
 
@@ -40,10 +40,10 @@ def load(name=None):
 
     Raises OSError where there is no such checkpoint, ValueError where its files cannot be used.
     """
-    folder = find(name)
+    folder = resolve_checkpoint(name)
     config = load_config(folder)
     tokenizer = Tokenizer.from_folder(folder, config.vocab_size)
-    return GPT2(config, read_tensors(folder, config)), tokenizer
+    return GPT2(config, load_weights(folder, config)), tokenizer
 
 
 # ---------------------------------------------------------------------------------------- checks
@@ -163,7 +163,7 @@ def _check_memory(config, name, value, rows, length):
         )
 
 
-def _check_token_maps(tokenizer, draft_tokenizer):
+def _check_same_vocabulary(tokenizer, draft_tokenizer):
     """Raise ValueError where an id that both vocabularies have means different tokens."""
     for token in range(min(tokenizer.n_vocab, draft_tokenizer.n_vocab)):
         ours, theirs = tokenizer.token_bytes(token), draft_tokenizer.token_bytes(token)
@@ -176,13 +176,13 @@ def _check_token_maps(tokenizer, draft_tokenizer):
 # ---------------------------------------------------------------------------------------- generation
 
 
-def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=UNWATCHED, **options):
+def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
     model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
     only: what the prompt has in common with the last one, at its beginning, is not computed again. Or a `PrefixCache`,
-    which does the same in memory, and for the generated tokens too. watcher: a `watcher.Watcher`, which is told what
+    which does the same in memory, and for the generated tokens too. hooks: a `hooks.Hooks`, which is told what
     the run does. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`;
     logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
     prompts[r // num_return_sequences].
@@ -233,7 +233,7 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=U
     if beam.num_beams > 1:
         return one_by_one(
             lambda rows, stopwatch: beam_search(
-                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, watcher
+                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, hooks
             )
         )
     if draft_model is not None or speculation.prompt_lookup_num_tokens:
@@ -241,19 +241,19 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, watcher=U
         stopwatch = Stopwatch()
         (row,) = rows_of([0], stopwatch)
         if draft_model is None:
-            drafter = NgramDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
+            drafter = PromptLookupDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
             k = speculation.prompt_lookup_num_tokens
         else:
             ok = isinstance(draft_model, tuple) and len(draft_model) == 2
             require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
             draft, draft_tokenizer = draft_model
-            _check_token_maps(tokenizer, draft_tokenizer)
+            _check_same_vocabulary(tokenizer, draft_tokenizer)
             drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
             k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, watcher)
+        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, hooks)
     stopwatch = Stopwatch()
-    steps = decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, watcher)
-    return one_at_a_time(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
+    steps = decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, hooks)
+    return exclusive(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
 
 
 def completions(steps):

@@ -3,7 +3,7 @@
 import threading
 
 from minigen.api import check_options, stream
-from minigen.engine.decode import PrefixCache, one_at_a_time, shifted
+from minigen.engine.decode import PrefixCache, exclusive, shifted
 from minigen.engine.validation import require
 
 
@@ -58,7 +58,7 @@ class Session:
         raises ValueError, with nothing changed, where text and turn are too long for the model, and where the turn
         before has not ended.
         """
-        return one_at_a_time(self.lock, self._turn(text), "the session")
+        return exclusive(self.lock, self._turn(text), "the session")
 
     def _turn(self, text):
         require(isinstance(text, str), "text", text, "a text")

@@ -81,7 +81,7 @@ def tiny_params(config: dict, seed: int = 0, std: float = 0.5) -> dict[str, np.n
 
 
 def as_stored(model) -> dict[str, np.ndarray]:
-    """A GPT2's parameters in the shapes of a checkpoint's file, put together again from the blocks of `lay_out`."""
+    """A GPT2's parameters in the shapes of a checkpoint's file, put together again from the blocks of `pack_weight`."""
     params = {}
     for name, value in model.params.items():
         if not isinstance(value, np.ndarray):

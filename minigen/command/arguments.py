@@ -10,7 +10,7 @@ from pathlib import Path
 
 import minigen
 from minigen.api import CONFIGS, OPTION_NAMES
-from minigen.engine.validation import is_number, require, shown
+from minigen.engine.validation import is_number, require, short_repr
 from minigen.files.hub import DEFAULT_MODEL
 
 # Other engines' names for an option, accepted but not shown.
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
-    def as_typed(self, message, argv):
+    def to_cli_message(self, message, argv):
         """An error's message with options named as they were typed, and without None, True and False.
 
         argparse names an option by all its flags; the Python API by its keyword, which is known by its place at the
@@ -114,7 +114,7 @@ def _whole_number(text):
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number") from None
 
 
 def _number(text):
@@ -241,7 +241,7 @@ def build_parser():
 # ---------------------------------------------------------------------------------------- prompts
 
 
-def content_of(data):
+def decode_file(data):
     """The text of a file's bytes, without byte order mark and without one final newline."""
     return _decode(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
 
@@ -251,7 +251,7 @@ def read_file(path):
     require(path, "the name of the file", path, "that of a file, or - for stdin")
     if path == "-" and sys.stdin is None:
         raise OSError("the prompt should come from stdin, which is closed")
-    return content_of(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
+    return decode_file(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
 
 
 def read_prompts(args):

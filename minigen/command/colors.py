@@ -8,7 +8,7 @@ import math
 import os
 from itertools import groupby
 
-from minigen.text.stream import Utf8Stream
+from minigen.text.stream import IncrementalUtf8Decoder
 
 # (least probability, the style from there on as a terminal's SGR codes, its name), most probable first.
 LEVELS = (
@@ -34,7 +34,7 @@ def legend():
     return "probability: " + " · ".join(_styled(name, style) for _, style, name in LEVELS)
 
 
-class Painter:
+class TokenColorizer:
     """Colours the text of one row's steps.
 
     Text may come later than its token: half a character waits for the rest, and what may become a stop string is held
@@ -44,7 +44,7 @@ class Painter:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self._utf8 = Utf8Stream()
+        self._utf8 = IncrementalUtf8Decoder()
         self._logprob = 0.0  # of the tokens since the last whole character
         self._styles = []  # of the characters that are not shown yet
 

@@ -18,13 +18,13 @@ from functools import partial
 import minigen
 from minigen.api import OPTION_NAMES, check_options, load, stream
 from minigen.command import signals
-from minigen.command.arguments import DEFAULTS, build_parser, content_of, read_file, read_prompts
-from minigen.command.colors import UNLIKELY, Painter, has_colours, legend
+from minigen.command.arguments import DEFAULTS, build_parser, decode_file, read_file, read_prompts
+from minigen.command.colors import UNLIKELY, TokenColorizer, has_colours, legend
 from minigen.engine.validation import require
-from minigen.files.hub import DEFAULT_MODEL, default_draft, find
+from minigen.files.hub import DEFAULT_MODEL, default_draft, resolve_checkpoint
 from minigen.scoring import score
 from minigen.session import Session
-from minigen.tracing.recorder import check_file, traced
+from minigen.tracing.recorder import check_file, stream_with_trace
 
 # What --score makes use of; every other option is refused beside it.
 FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
@@ -33,7 +33,7 @@ FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
 # ---------------------------------------------------------------------------------------- output
 
 
-def _note(text):
+def _print_stderr(text):
     """One line on stderr; where nothing can be written there, the text on stdout still matters."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
@@ -87,16 +87,16 @@ def _as_json(step, prompt, model, seed):
 def _note_logprobs(completion):
     for entry in completion.logprobs:
         best = "  ".join(f"{text!r} {logprob:.3f}" for _, text, logprob in entry.top)
-        _note(f"{entry.logprob:9.4f}  {entry.text!r:16} {best}")
+        _print_stderr(f"{entry.logprob:9.4f}  {entry.text!r:16} {best}")
 
 
 def _note_unlikely(completion):
     unlikely = [entry for entry in completion.logprobs if math.exp(entry.logprob) < UNLIKELY]
     if unlikely:
-        _note(f"unlikely tokens (below {UNLIKELY * 100:.0f} %), and the most probable ones there:")
+        _print_stderr(f"unlikely tokens (below {UNLIKELY * 100:.0f} %), and the most probable ones there:")
     for entry in unlikely:
         best = "  ".join(f"{text!r} {math.exp(logprob):.1%}" for _, text, logprob in entry.top)
-        _note(f"{math.exp(entry.logprob):8.2%}  {entry.text!r:16} {best}")
+        _print_stderr(f"{math.exp(entry.logprob):8.2%}  {entry.text!r:16} {best}")
 
 
 def _model_line(name, folder, model):
@@ -165,7 +165,7 @@ def _read_turn():
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return content_of(line)
+    return decode_file(line)
 
 
 def _print_turn(session, text, args, model, echo):
@@ -192,12 +192,12 @@ def _print_turn(session, text, args, model, echo):
         _note_logprobs(done)
     if done.finish_reason == "context":
         n_positions = session.model.config.n_positions
-        _note(
+        _print_stderr(
             f"the text fills the model's context of {n_positions} tokens: /new begins another, --context-shift goes on"
         )
 
 
-def interact(session, prompts, args, model, as_typed):
+def run_interactive(session, prompts, args, model, to_cli_message):
     """Read turns, and print what the model makes of each, until stdin ends; the exit code.
 
     prompts: the first turns. A turn that cannot be run is told, and changes nothing. Where nobody is typing, it makes
@@ -211,8 +211,10 @@ def interact(session, prompts, args, model, as_typed):
                 os.environ["LC_ALL"] = "C.UTF-8"  # readline would drop characters that the locale does not have
             import readline  # noqa: F401  input() edits lines and remembers them from now on
         if not args.quiet:
-            _note("each line is added to the text, and continued; an empty one adds nothing; /new begins a new text")
-            _note("Ctrl-C stops the text, Ctrl-D leaves")
+            _print_stderr(
+                "each line is added to the text, and continued; an empty one adds nothing; /new begins a new text"
+            )
+            _print_stderr("Ctrl-C stops the text, Ctrl-D leaves")
     prompts, stopped, failed = list(prompts), False, False
     while True:
         echo = not args.no_echo and (bool(prompts) or not typed)
@@ -220,30 +222,30 @@ def interact(session, prompts, args, model, as_typed):
             text = prompts.pop(0) if prompts else _read_turn()
         except EOFError:
             if typed:
-                _note("")  # the shell's own prompt gets a line of its own
+                _print_stderr("")  # the shell's own prompt gets a line of its own
             return 2 if failed and not typed else 0
         except KeyboardInterrupt:
             if stopped or not typed:
                 raise
             stopped = True
-            _note("\nCtrl-C again leaves, as Ctrl-D does")
-            signals.raise_once()
+            _print_stderr("\nCtrl-C again leaves, as Ctrl-D does")
+            signals.raise_on_next_signal()
             continue
         stopped = False
         try:
             if text == "/new":
                 session.context = []
                 if typed:
-                    _note("a new text begins")
+                    _print_stderr("a new text begins")
             else:
                 _print_turn(session, text, args, model, echo)
         except ValueError as error:
             failed = True
-            _note(f"minigen: {as_typed(str(error))}")
+            _print_stderr(f"minigen: {to_cli_message(str(error))}")
         except KeyboardInterrupt:
             if not typed:
                 raise
-            signals.raise_once()  # it was the turn's end; the next one follows
+            signals.raise_on_next_signal()  # it was the turn's end; the next one follows
 
 
 # ---------------------------------------------------------------------------------------- the run
@@ -264,10 +266,10 @@ def run_score(args):
     except OSError as error:
         raise OSError(f"cannot read the text of {args.score}: {error.strerror or error}") from error
     name = DEFAULT_MODEL if args.model is None else args.model
-    folder = find(args.model)
+    folder = resolve_checkpoint(args.model)
     model, tokenizer = load(folder)
     if not args.quiet:
-        _note(_model_line(name, folder, model))
+        _print_stderr(_model_line(name, folder, model))
     start = time.perf_counter()
     scored = score(model, tokenizer.encode(text), args.stride)
     seconds = time.perf_counter() - start
@@ -296,7 +298,7 @@ def run_score(args):
             f"{scored.n_tokens} of {len(tokens)} tokens scored"
         )
     if not args.quiet:
-        _note(f"stride {scored.stride} · {seconds:.2f} s ({scored.n_tokens / seconds:.1f} tokens/s)")
+        _print_stderr(f"stride {scored.stride} · {seconds:.2f} s ({scored.n_tokens / seconds:.1f} tokens/s)")
     return 0
 
 
@@ -313,7 +315,7 @@ def _print_texts(steps, prompts, args, model, decoding, tokenizer):
                 text = _as_json(step, prompt, model, decoding.seed) if done else ""
             else:
                 if step.row != row:
-                    painter = Painter(tokenizer) if tokenizer else None
+                    painter = TokenColorizer(tokenizer) if tokenizer else None
                 text = painter.paint(step) if painter else step.text
                 if step.row != row:
                     text = ("" if row is None else "\n") + ("" if args.no_echo else prompt) + text
@@ -335,10 +337,10 @@ def _print_texts(steps, prompts, args, model, decoding, tokenizer):
     return completions
 
 
-def run(args, as_typed):
+def run(args, to_cli_message):
     """Read the prompts, load the models, print the continuations; the exit code.
 
-    as_typed: puts an error's message in the words of the command line.
+    to_cli_message: puts an error's message in the words of the command line.
     """
     if args.score is not None:
         return run_score(args)
@@ -375,24 +377,26 @@ def run(args, as_typed):
             flag = "--show-probs" if args.show_probs else "--trace"
             raise ValueError(f"{flag} cannot be given with --interactive, which shows the text alone")
     name = DEFAULT_MODEL if args.model is None else args.model
-    folder = find(args.model)
+    folder = resolve_checkpoint(args.model)
     model, tokenizer = load(folder)
     draft_model = None if draft_name is None else load(draft_name)
     # Until here a signal does what `__main__` says: a download's threads would let an exception wait for them.
-    signals.raise_once()
+    signals.raise_on_next_signal()
     if args.interactive:
         session = Session(model, tokenizer, draft_model=draft_model, **options)
         if not args.quiet:
-            _note(_header(name, folder, model, draft_name, options))
-        return interact(session, prompts, args, name, as_typed)
-    start = stream if args.trace is None else partial(traced, file=args.trace, names=(name, draft_name))
+            _print_stderr(_header(name, folder, model, draft_name, options))
+        return run_interactive(session, prompts, args, name, to_cli_message)
+    start = stream if args.trace is None else partial(stream_with_trace, file=args.trace, names=(name, draft_name))
     steps = start(model, tokenizer, prompts, draft_model=draft_model, cache=args.prompt_cache, **options)
     if not args.quiet:
-        _note(_header(name, folder, model, draft_name, options))
+        _print_stderr(_header(name, folder, model, draft_name, options))
         if any(prompt.endswith(" ") for prompt in prompts):
-            _note("hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without")
+            _print_stderr(
+                "hint: the prompt ends with a space; GPT-2 joins a space to the next word and does better without"
+            )
         if coloured and has_colours(sys.stderr):
-            _note(legend())
+            _print_stderr(legend())
 
     # Closed here, because a trace is then written, or cannot be, of which the garbage collector would tell nobody.
     with contextlib.closing(steps):
@@ -401,9 +405,11 @@ def run(args, as_typed):
         for done in completions:
             (_note_logprobs if "logprobs" in args else _note_unlikely)(done)
     if not args.quiet:
-        _note(_closing_line(completions, args.prompt_cache))
+        _print_stderr(_closing_line(completions, args.prompt_cache))
         if any(done.finish_reason == "context" for done in completions):
-            _note(f"the text fills the model's context of {model.config.n_positions} tokens; --context-shift goes on")
+            _print_stderr(
+                f"the text fills the model's context of {model.config.n_positions} tokens; --context-shift goes on"
+            )
     return 0
 
 
@@ -420,32 +426,32 @@ def main(argv=None):
     # UTF-8 whatever the locale.
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="\n")
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
-    warnings.showwarning = lambda message, *_, **__: _note(f"minigen: warning: {message}")
+    warnings.showwarning = lambda message, *_, **__: _print_stderr(f"minigen: warning: {message}")
     parser = build_parser()
 
-    def as_typed(message):
-        return parser.as_typed(message, argv)
+    def to_cli_message(message):
+        return parser.to_cli_message(message, argv)
 
     with signals.restored():
         try:
-            return run(parser.parse_args(argv), as_typed)
+            return run(parser.parse_args(argv), to_cli_message)
         except BrokenPipeError:
             return 141  # the reader has left, as head does
         except KeyboardInterrupt:
             return 130
         except MemoryError as error:
-            _note(
+            _print_stderr(
                 f"minigen: there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts"
             )
             return 2
         except (OSError, ValueError) as error:
-            message = as_typed(str(error)) if isinstance(error, ValueError) else str(error)
+            message = to_cli_message(str(error)) if isinstance(error, ValueError) else str(error)
             if isinstance(error, OSError) and error.errno is not None:  # the sentences of our own have none
                 message = f"cannot write the text: {error.strerror}; send it somewhere else"
-            _note("minigen: " + " ".join(message.splitlines()))  # a file's name may hold a line break
+            _print_stderr("minigen: " + " ".join(message.splitlines()))  # a file's name may hold a line break
             return 2
         finally:
-            signals.do_nothing()
+            signals.swallow_signals()
             # What a closed pipe or a full disk has left in a buffer must not come up again when Python exits.
             for output in (sys.stdout, sys.stderr):
                 try:

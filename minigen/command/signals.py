@@ -16,24 +16,24 @@ def _handle(handler):
                 signal.signal(number, handler)
 
 
-def exit_at_once():
+def exit_immediately():
     """From now on a signal ends the process, with no `finally` and nothing shown."""
     _handle(lambda number, _: os._exit(128 + number))
 
 
-def do_nothing():
+def swallow_signals():
     """From now on signals are ignored: what is left to do takes a moment."""
     _handle(lambda number, _: None)
 
 
-def raise_once():
+def raise_on_next_signal():
     """The next signal raises KeyboardInterrupt or SystemExit, so that every `finally` has its turn.
 
     Those after it do nothing, or they would interrupt that; until this is called again.
     """
 
     def handler(number, _):
-        do_nothing()
+        swallow_signals()
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     _handle(handler)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.decode import UNWATCHED, Step, feed, new_cache, prefill
-from minigen.engine.sampler import History, log_softmax, process, require_choice
-from minigen.engine.validation import is_int, is_number, plain_numbers, require
-from minigen.text.stream import Utf8Stream
+from minigen.engine.decode import NO_HOOKS, Step, feed, new_cache, prefill
+from minigen.engine.sampler import History, check_logits, log_softmax, process
+from minigen.engine.validation import is_int, is_number, require, to_python_numbers
+from minigen.text.stream import IncrementalUtf8Decoder
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BeamConfig:
     # would lose if it ended now; "never": when it could not win at any length
 
     def __post_init__(self):
-        plain_numbers(self)
+        to_python_numbers(self)
         require(is_int(self.num_beams, 1), "num_beams", self.num_beams, "a whole number of 1 or more")
         # Within these, length ** length_penalty is a number for every length.
         ok = is_number(self.length_penalty) and abs(self.length_penalty) <= 10
@@ -68,7 +68,7 @@ def _best_candidates(logits, beams, sums, prompt, sampling, count):
     for parent, (row_logits, beam, total) in enumerate(zip(logits, beams, sums, strict=True)):
         logprobs = process(log_softmax(row_logits), History(prompt + beam, len(prompt)), sampling)  # [V]
         if logprobs.max() != -np.inf:  # a beam that cannot go on is no error while others can
-            require_choice(logprobs, len(beam))
+            check_logits(logprobs, len(beam))
         # Of one beam no more than `count` can be among the best of all.
         best = np.argpartition(logprobs, -count)[-count:] if count < len(logprobs) else np.arange(len(logprobs))
         found += [Candidate(total + float(logprobs[token]), parent, int(token)) for token in best]
@@ -76,19 +76,19 @@ def _best_candidates(logits, beams, sums, prompt, sampling, count):
     return sorted(possible, key=lambda candidate: (-candidate.sum_logprob, candidate.parent, candidate.token))[:count]
 
 
-def _keep_rows(running):
+def _assign_rows(running):
     """The running candidates in an order in which a beam that goes on stays in its row wherever that row remains."""
     rows = [None] * len(running)
-    homeless = []
+    displaced = []
     for candidate in running:
         if candidate.parent < len(rows) and rows[candidate.parent] is None:
             rows[candidate.parent] = candidate
         else:
-            homeless.append(candidate)
-    return [candidate or homeless.pop(0) for candidate in rows]
+            displaced.append(candidate)
+    return [candidate or displaced.pop(0) for candidate in rows]
 
 
-def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, watcher):
+def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, hooks):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     budget = min(config.max_tokens, model.config.n_positions - len(prompt) + 1)
     # Each beam has at most one candidate for each end-of-text id: of so many, num_beams go on after all that end so.
@@ -97,12 +97,12 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
     def ends(tokens):
         if tokens[-1] in sampling.eos_ids or len(tokens) == budget:
             return True
-        text = Utf8Stream().push(b"".join(map(tokenizer.token_bytes, tokens))) if config.stop else ""
+        text = IncrementalUtf8Decoder().push(b"".join(map(tokenizer.token_bytes, tokens))) if config.stop else ""
         return any(stop in text for stop in config.stop)
 
     beams, sums, finished = [[]], [0.0], []
     cache = new_cache(model, [prompt], config)
-    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache, watcher)
+    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache, hooks)
     while True:
         stopwatch.lap(cache)
         candidates = _best_candidates(logits, beams, sums, prompt, sampling, count)
@@ -116,11 +116,11 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
                 score = candidate.sum_logprob / length**beam.length_penalty
                 finished.append(Hypothesis(score, candidate.sum_logprob, tokens))
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[: beam.num_beams]
-        kept = _keep_rows(running[: beam.num_beams])
-        watcher.searched(beams, logits, candidates, kept, finished)
+        kept = _assign_rows(running[: beam.num_beams])
+        hooks.searched(beams, logits, candidates, kept, finished)
         if not running:
             if not finished:
-                require_choice(np.array([-np.inf]), length - 1)
+                check_logits(np.array([-np.inf]), length - 1)
             return finished
         if len(finished) == beam.num_beams:
             at_length = budget if beam.early_stopping == "never" and beam.length_penalty > 0 else length
@@ -131,26 +131,26 @@ def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_
         beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]
         sums = [candidate.sum_logprob for candidate in kept]
         if config.use_cache:
-            cache.select([candidate.parent for candidate in kept], shared=len(prompt))
+            cache.reorder([candidate.parent for candidate in kept], shared=len(prompt))
         else:
             cache = new_cache(model, [prompt] * len(beams), config)
-        logits = feed(model, cache, [prompt + tokens for tokens in beams], watcher)
+        logits = feed(model, cache, [prompt + tokens for tokens in beams], hooks)
 
 
 def beam_search(
-    model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None, watcher=UNWATCHED
+    model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None, hooks=NO_HOOKS
 ) -> Iterator[Step]:
     """Search for the continuations of one prompt; its rows get the best ones, best first.
 
     rows: `num_return_sequences` rows of the same prompt, at most num_beams. Where fewer different texts exist, the
     last rows end without a token. prompt_cache: see `decode.prefill`.
     """
-    watcher.began(rows, sampling, config)
+    hooks.began(rows, sampling, config)
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
     prompt = list(rows[0].context)  # a copy: the rows grow
-    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, watcher)
+    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, hooks)
     for row, hypothesis in zip(rows, found, strict=False):
         row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
         logits = [None] * len(hypothesis.tokens)

@@ -26,8 +26,8 @@ import numpy as np
 from minigen.engine.validation import is_int, require
 
 
-class Plan(NamedTuple):
-    """What one forward pass writes and sees: made once by `KVCache.extend`, used by every layer."""
+class PassPlan(NamedTuple):
+    """What one forward pass writes and sees: made once by `KVCache.allocate`, used by every layer."""
 
     source: Any  # index into the new keys [B, H, D, T]: the tokens to store, padding left out
     target: Any  # index into a layer's slots [B, H, D, C]: where they go
@@ -78,8 +78,8 @@ class KVCache:
         # The first new query still needs the oldest keys; each new key overwrites the position `capacity` before it.
         return int((self._oldest_needed(self.length) + self.capacity - self.length).min())
 
-    def extend(self, positions):
-        """Give the next tokens their slots and return the `Plan` of this forward pass.
+    def allocate(self, positions):
+        """Give the next tokens their slots and return the `PassPlan` of this forward pass.
 
         positions: int [B, T]; each row continues at its own `length`. Negative positions are padding: never stored,
         and never seen. Raises ValueError, with nothing changed, where a row would overwrite a key that one of its
@@ -115,7 +115,7 @@ class KVCache:
             mask &= slot_pos > query_pos - self.window
         # What padding computes is never read, but the softmax of a query that sees nothing would be NaN.
         mask |= query_pos < 0
-        return Plan(source, target, used, None if mask.all() else mask)
+        return PassPlan(source, target, used, None if mask.all() else mask)
 
     def store(self, layer, plan, k, v):
         """Write one layer's new keys and values; return views of all that its queries may look at.
@@ -159,7 +159,7 @@ class KVCache:
         self.slot_pos[self.slot_pos >= length[:, None]] = -1
         self.length = length.copy()
 
-    def select(self, rows, shared=0):
+    def reorder(self, rows, shared=0):
         """Row i becomes what row rows[i] was: reorders, repeats and drops rows.
 
         `shared` promises that the first `shared` positions are the same in all rows (the prompt that beams have in

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.hooks import Watcher
+from minigen.engine.hooks import Hooks
 from minigen.engine.sampler import History, draw, log_softmax, probs
-from minigen.engine.validation import is_int, plain_numbers, require
-from minigen.files.prompt_cache import check_last, common_length, restore, save
-from minigen.text.stream import StopMatcher, Utf8Stream
+from minigen.engine.validation import is_int, require, to_python_numbers
+from minigen.files.prompt_cache import common_prefix_length, restore, save, verify_last_token
+from minigen.text.stream import IncrementalUtf8Decoder, StopMatcher
 
 # Slots of a windowed cache beyond the window: what has wrapped is run in chunks of one more than this.
 WINDOW_SLACK = 63
-UNWATCHED = Watcher()
+NO_HOOKS = Hooks()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DecodingConfig:
     keep: int = 0  # >= 0: the first ids that a context shift never drops
 
     def __post_init__(self):
-        plain_numbers(self)
+        to_python_numbers(self)
         for name, least, optional in (
             ("max_tokens", 0, False),
             ("seed", 0, True),
@@ -175,7 +175,7 @@ class Row:
         self._eos_ids = sampling.eos_ids
         self._config = config
         self._stopwatch = stopwatch
-        self._utf8 = Utf8Stream()
+        self._utf8 = IncrementalUtf8Decoder()
         self._stops = StopMatcher(config.stop)
         self._text = []
 
@@ -261,7 +261,7 @@ def new_cache(model, contexts, config):
     return model.new_cache(len(contexts), capacity)
 
 
-def feed(model, cache, contexts, watcher=UNWATCHED):
+def feed(model, cache, contexts, hooks=NO_HOOKS):
     """Run the ids that each row's cache still lacks, in chunks that fit it; the logits after the last, [B, V]."""
     pending = [context[length:] for context, length in zip(contexts, cache.length, strict=True)]
     T = max(map(len, pending))
@@ -271,8 +271,8 @@ def feed(model, cache, contexts, watcher=UNWATCHED):
     while start < T:
         chunk = ids[:, start : start + cache.max_chunk]
         chunk_pad = np.clip(pad - start, 0, chunk.shape[1])
-        logits = model.forward(chunk, cache, pad=chunk_pad, attended=watcher.attended)
-        watcher.fed(cache)
+        logits = model.forward(chunk, cache, pad=chunk_pad, attention_hook=hooks.attention_hook)
+        hooks.fed(cache)
         start += chunk.shape[1]
     return logits
 
@@ -281,7 +281,7 @@ class PrefixCache:
     """A cache of one row that outlives a run: what the next prompt has in common with its ids is not run again.
 
     ids: those whose keys and values are all there. What `kv` holds beyond them was left by a pass that did not end.
-    lock: held by the run that uses it, see `one_at_a_time`.
+    lock: held by the run that uses it, see `exclusive`.
     """
 
     def __init__(self, model):
@@ -296,7 +296,7 @@ class PrefixCache:
         self.ids = self.ids[:length]
 
 
-def one_at_a_time(lock, steps, what):
+def exclusive(lock, steps, what):
     """The same steps. The first raises ValueError where a run that holds the lock has not ended, nor been closed."""
     if not lock.acquire(blocking=False):
         raise ValueError(f"{what} is in use by a run that has not ended: finish that, or close its iterator")
@@ -306,7 +306,7 @@ def one_at_a_time(lock, steps, what):
         lock.release()
 
 
-def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCHED):
+def prefill(model, cache, prompts, stopwatch, prompt_cache=None, hooks=NO_HOOKS):
     """`feed` for the prompts of a run; with a prompt cache, what that knows of the one prompt is not run.
 
     prompt_cache: a `PrefixCache`, `cache` then being its own, or the path of a file, which afterwards begins with the
@@ -314,29 +314,29 @@ def prefill(model, cache, prompts, stopwatch, prompt_cache=None, watcher=UNWATCH
     cannot be used.
     """
     if prompt_cache is None:
-        return feed(model, cache, prompts, watcher)
+        return feed(model, cache, prompts, hooks)
     (ids,) = prompts
     if isinstance(prompt_cache, PrefixCache):
-        prompt_cache.truncate(min(common_length(prompt_cache.ids, ids), len(ids) - 1))
+        prompt_cache.truncate(min(common_prefix_length(prompt_cache.ids, ids), len(ids) - 1))
         stopwatch.reused_tokens = int(cache.length[0])
-        watcher.changed(cache, "restored")
-        return feed(model, cache, prompts, watcher)
+        hooks.changed(cache, "restored")
+        return feed(model, cache, prompts, hooks)
     restored = restore(prompt_cache, model, cache, ids)
     stopwatch.reused_tokens = int(cache.length[0])
-    watcher.changed(cache, "restored")
-    logits = feed(model, cache, prompts, watcher)
-    check_last(prompt_cache, cache, restored)
+    hooks.changed(cache, "restored")
+    logits = feed(model, cache, prompts, hooks)
+    verify_last_token(prompt_cache, cache, restored)
     if restored.known < len(ids):
         save(prompt_cache, model, cache, ids)
     return logits
 
 
-def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=UNWATCHED) -> Iterator[Step]:
+def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, hooks=NO_HOOKS) -> Iterator[Step]:
     """Generate all rows side by side, one token each per forward pass; finished rows leave the batch.
 
     rows: prompt-major, `num_return_sequences` for each prompt. prompt_cache: see `prefill`.
     """
-    watcher.began(rows, sampling, config)
+    hooks.began(rows, sampling, config)
     if config.max_tokens == 0:
         yield from (row.end("length") for row in rows)
         return
@@ -345,9 +345,9 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=
     prefix = prompt_cache if isinstance(prompt_cache, PrefixCache) else None
     prompts = [row.context for row in firsts]
     cache = prefix.kv if prefix else new_cache(model, prompts, config)
-    logits = prefill(model, cache, prompts, stopwatch, prompt_cache, watcher)
+    logits = prefill(model, cache, prompts, stopwatch, prompt_cache, hooks)
     logits = logits.repeat(config.num_return_sequences, axis=0)  # [prompts, V] -> [B, V]
-    cache.select(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
+    cache.reorder(np.repeat(np.arange(len(prompts)), config.num_return_sequences))
     stopwatch.lap(cache)
     while True:
         if prefix:
@@ -355,14 +355,14 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=
         for row, row_logits in zip(rows, logits, strict=True):
             p = probs(row_logits, row.history, sampling)
             token = draw(p, row.rng)
-            watcher.chose(row, row_logits, p, token)
+            hooks.chose(row, row_logits, p, token)
             yield row.accept(token, row_logits)
         left = [i for i, row in enumerate(rows) if not row.finish_reason]
         if not left:
             return
         if len(left) < len(rows):
             rows = [rows[i] for i in left]
-            cache.select(left)
+            cache.reorder(left)
         contexts = [row.context for row in rows]
         if not config.use_cache:
             cache = new_cache(model, contexts, config)
@@ -371,5 +371,5 @@ def decode(model, rows, sampling, config, stopwatch, prompt_cache=None, watcher=
             cache.truncate(np.where(cache.length < list(map(len, contexts)), cache.length, 0))
             if prefix:
                 prefix.truncate(int(cache.length[0]))
-            watcher.changed(cache, "shifted")
-        logits = feed(model, cache, contexts, watcher)
+            hooks.changed(cache, "shifted")
+        logits = feed(model, cache, contexts, hooks)

@@ -1,15 +1,15 @@
-"""What a decoder tells whoever watches its run. A decoder holds a `Watcher` and calls it; these calls do nothing.
+"""What a decoder tells whoever watches its run. A decoder holds a `Hooks` and calls it; these calls do nothing.
 
-tracing.py has the one that writes everything down. Nothing a watcher is given is made for it: these are the arrays and
-objects of the run, which a watcher may read and copy. It may wrap a row's generator, and change nothing else.
+tracing.py has the one that writes everything down. Nothing a hooks is given is made for it: these are the arrays and
+objects of the run, which a hooks may read and copy. It may wrap a row's generator, and change nothing else.
 """
 
 
-class Watcher:
-    """A watcher that looks away. Methods are called in the order in which things happen."""
+class Hooks:
+    """A hooks that looks away. Methods are called in the order in which things happen."""
 
-    # What `GPT2.forward` is handed as `attended`; None, so that the model's layers do not even call.
-    attended = None
+    # What `GPT2.forward` is handed as `attention_hook`; None, so that the model's layers do not even call.
+    attention_hook = None
 
     def began(self, rows, sampling, config):
         """A decoder starts on these `Row`s, with a `SamplingConfig` and a `DecodingConfig`."""

@@ -6,7 +6,7 @@ One set of capitals names the dimensions here and in every shape comment of the 
     L layers · V vocabulary · W window
 
 Parameters keep the names of the checkpoint's file (wte.weight, h.0.attn.c_attn.weight ...), so that each can be found
-here by its name; matrices are stored as `ops.lay_out` likes them. The architecture is that of Radford et al. 2019,
+here by its name; matrices are stored as `ops.pack_weight` likes them. The architecture is that of Radford et al. 2019,
 "Language Models are Unsupervised Multitask Learners": learned positions, layer norm before each half of a block, and
 one last layer norm.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from minigen.engine.cache import KVCache
-from minigen.engine.linear import embed, lay_out, linear
+from minigen.engine.linear import embed, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, attention, elementwise, layer_norm
-from minigen.engine.validation import is_int, is_number, require, shown
+from minigen.engine.validation import is_int, is_number, require, short_repr
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class GPT2Config:
             raise ValueError(f"the configuration is a {type(config).__name__}, not an object of keys and values")
         model_type = config.get("model_type", "gpt2")
         if model_type != "gpt2":
-            raise ValueError(f"model_type is {shown(model_type)}; only 'gpt2' can be run")
+            raise ValueError(f"model_type is {short_repr(model_type)}; only 'gpt2' can be run")
         if config.get("add_cross_attention"):
             raise ValueError("add_cross_attention is true; only a plain decoder can be run")
         given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
@@ -134,9 +134,9 @@ class GPT2:
         self.params = {}
         for name, value in params.items() if isinstance(params, Mapping) else params:
             if name in ("wte.weight", "lm_head.weight"):
-                value = lay_out(value.T)  # [V, E] -> [E, V], as the head uses it; `embed` picks its columns
+                value = pack_weight(value.T)  # [V, E] -> [E, V], as the head uses it; `embed` picks its columns
             elif value.ndim == 2 and name != "wpe.weight":
-                value = lay_out(value)
+                value = pack_weight(value)
             self.params[name] = value
         self.activation = ACTIVATIONS[config.activation_function]
         # The head that turns the last layer into logits is the input embedding itself, unless the config unties them.
@@ -160,7 +160,7 @@ class GPT2:
         scale = 1 / math.sqrt(self.config.d_head) if self.config.scale_attn_weights else 1.0
         return np.float32(scale / (layer + 1) if self.config.scale_attn_by_inverse_layer_idx else scale)
 
-    def _attention(self, x, block, layer, cache, plan, attended):
+    def _attention(self, x, block, layer, cache, plan, attention_hook):
         """Every token gathers from those it may see, between two linear layers."""
         B, T, E = x.shape
         H, D = self.config.n_head, self.config.d_head
@@ -169,8 +169,8 @@ class GPT2:
         keys, values = cache.store(layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
 
         scale = self._attention_scale(layer)
-        if attended is not None:
-            attended(layer, q, keys, scale, plan.mask)
+        if attention_hook is not None:
+            attention_hook(layer, q, keys, scale, plan.mask)
         heads = attention(q, keys, values, scale, plan.mask)  # [B, H, D, T] -> [B, T, H, D]
         merged = heads.reshape(B, T, E)  # [B, T, H, D] -> [B, T, E]
         return linear(merged, block["attn.c_proj.weight"], block["attn.c_proj.bias"])
@@ -197,14 +197,15 @@ class GPT2:
         if made_for != ours:
             raise ValueError(f"the cache is another model's: layers, heads and head size {made_for} instead of {ours}")
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
         """The logits of the token that follows each given one.
 
         ids: int [B, T], the next T tokens of each row; the cache holds all before them and takes these in. Without a
         cache, `ids` are the whole text. pad: int [B], how many ids at the left of each row are padding (any valid
         id, computed and thrown away). Returns float32 [B, V], the logits at the last position, or [B, T, V] with
-        last_only=False. attended: a function that each layer calls with all that its attention weights follow from:
-        layer, q [B, H, D, T], keys [B, H, D, S], scale, and mask, bool [B, 1, T, S] or None; see `ops.attention`.
+        last_only=False. attention_hook: a function that each layer calls with all that its attention weights
+        follow from: layer, q [B, H, D, T], keys [B, H, D, S], scale, and mask, bool [B, 1, T, S] or None; see
+        `ops.attention`.
 
         Raises ValueError for empty or fractional `ids`, an id outside the vocabulary, positions beyond n_positions, or
         more tokens than the cache takes; the cache is unchanged then.
@@ -222,12 +223,12 @@ class GPT2:
         positions = np.where(columns < 0, -1, cache.length[:, None] + columns)
         if positions.max() >= self.config.n_positions:
             raise ValueError(f"{positions.max() + 1} tokens are too many: the model takes {self.config.n_positions}")
-        plan = cache.extend(positions)
+        plan = cache.allocate(positions)
 
         # [B, T] -> [B, T, E]
         x = embed(ids, self.params["wte.weight"]) + self.params["wpe.weight"][np.maximum(positions, 0)]
         for layer, block in enumerate(self.blocks):
-            x += self._attention(self._norm(x, block, "ln_1"), block, layer, cache, plan, attended)
+            x += self._attention(self._norm(x, block, "ln_1"), block, layer, cache, plan, attention_hook)
             x += self._mlp(self._norm(x, block, "ln_2"), block)
         if last_only:
             x = x[:, -1]  # [B, T, E] -> [B, E]: the head costs as much as several layers, and one position is asked

@@ -9,19 +9,19 @@ import numpy as np
 from minigen.engine.parallel import THREADS, share
 
 # Values that a core's cache holds several times over.
-PIECE = 2**16
+CHUNK_ELEMENTS = 2**16
 # Weights, or keys and values, from which it pays to wake a second thread, which takes 40 microseconds.
-WORTH_SHARING = 2**20
+PARALLEL_MIN_ELEMENTS = 2**20
 # OpenBLAS does not pack a product of up to so many multiplications, and, in order "rows", of up to 1,200 results (its
 # kernel/x86_64/sgemm_small_kernel_permit_skylakex.c); see `linear`.
-SMALL_PRODUCT = 1_000_000
+UNPACKED_MAX_MULTIPLIES = 1_000_000
 # Rows, or queries, in such a product at most; 16 times the 64 columns of a block are 1,024 results.
-FEW = 16
+BLOCK_MAX_ROWS = 16
 # From so many rows on the whole weight goes to BLAS: packing pays from 24 to 48 rows on, by the matrix; see `linear`.
-MANY_ROWS = 32
+DENSE_MIN_ROWS = 32
 # Without blocks, fewer rows than these are quicker as single products: on a Sapphire Rapids 2 rows of 768 x 50,257 take
 # 14 ms so and 30 at once, 3 rows 23 and 30, 4 rows 30 and 32.
-FEW_ROWS = 5
+ROWWISE_MAX_ROWS = 5
 
 
 def relu(x):
@@ -112,15 +112,15 @@ def layer_norm(x, weight, bias, eps):
 
 def elementwise(function, x):
     """function(x) for a function of single values; a large x is overwritten, piece by piece, on all threads."""
-    if x.size <= PIECE:
+    if x.size <= CHUNK_ELEMENTS:
         return function(x)
     values = x.reshape(-1)
 
     def apply(i):
-        piece = values[i * PIECE : (i + 1) * PIECE]
+        piece = values[i * CHUNK_ELEMENTS : (i + 1) * CHUNK_ELEMENTS]
         piece[:] = function(piece)
 
-    share(apply, -(-x.size // PIECE))
+    share(apply, -(-x.size // CHUNK_ELEMENTS))
     return values.reshape(x.shape)
 
 
@@ -148,12 +148,12 @@ def attention(q, keys, values, scale, mask=None):
         np.matmul(softmax(scores), seen_values, out=heads.swapaxes(1, 2)[:, span, chunk])
 
     # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
-    width = max(2, min(FEW, SMALL_PRODUCT // (D * S)))
+    width = max(2, min(BLOCK_MAX_ROWS, UNPACKED_MAX_MULTIPLIES // (D * S)))
     if T > width:
         chunks = [slice(start, start + width) for start in range(0, T, width)]
         share(lambda i: attend(slice(None), chunks[i]), len(chunks))
     else:
-        n = min(THREADS, H) if keys.size + values.size >= WORTH_SHARING else 1
+        n = min(THREADS, H) if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1
         spans = [slice(H * i // n, H * (i + 1) // n) for i in range(n)]
         share(lambda i: attend(spans[i], slice(None)), n)
     return heads

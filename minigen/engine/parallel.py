@@ -30,7 +30,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_workers)
 
 
-def _serve(jobs):
+def _worker_loop(jobs):
     while True:
         jobs.get()()
 
@@ -53,7 +53,7 @@ def share(task, n):
         jobs = SimpleQueue()
         for _ in range(THREADS - 1):
             try:
-                threading.Thread(target=_serve, args=(jobs,), name="minigen", daemon=True).start()
+                threading.Thread(target=_worker_loop, args=(jobs,), name="minigen", daemon=True).start()
             except RuntimeError as error:
                 raise OSError(f"{error}: set OPENBLAS_NUM_THREADS=1 to do without more threads") from error
         _jobs = jobs  # only now: without workers behind it, what is put there would be kept for ever

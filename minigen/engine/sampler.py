@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.validation import is_int, is_number, plain_numbers, require
+from minigen.engine.validation import is_int, is_number, require, to_python_numbers
 
-REMOVED = np.float32(-np.inf)
+NEG_INF = np.float32(-np.inf)
 FLOAT32 = np.finfo(np.float32)
 
 
@@ -54,7 +54,7 @@ class SamplingConfig:
     logits_processors: tuple[Callable, ...] = ()  # each (history, logits [V]) -> logits [V]
 
     def __post_init__(self):
-        plain_numbers(self)
+        to_python_numbers(self)
         for name in ("top_k", "no_repeat_ngram_size", "min_tokens"):
             value = getattr(self, name)
             require(is_int(value, 0), name, value, "a whole number of 0 or more (0 is off)")
@@ -109,7 +109,7 @@ def ban_repeated_ngrams(logits, ids, size):
     last = ids[len(ids) - size + 1 :]  # the size - 1 tokens that the next one would complete
     for end in range(size - 1, len(ids)):
         if ids[end - size + 1 : end] == last:
-            logits[ids[end]] = REMOVED
+            logits[ids[end]] = NEG_INF
     return logits
 
 
@@ -139,7 +139,7 @@ def process(logits, history, config):
         logits = apply_logit_bias(logits, config.logit_bias)
     n_generated = len(history.ids) - history.n_prompt
     if config.ignore_eos or n_generated < config.min_tokens:
-        logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, REMOVED))
+        logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, NEG_INF))
     for processor in config.logits_processors:
         processed = processor(history, logits.copy())  # a copy: it may work in place, and `logits` are the model's own
         ok = isinstance(processed, np.ndarray) and processed.shape == logits.shape and processed.dtype.kind in "fiu"
@@ -152,7 +152,7 @@ def process(logits, history, config):
     return logits
 
 
-def require_choice(logits, n_generated):
+def check_logits(logits, n_generated):
     """Raise ValueError, naming the step, where logits hold NaN or no token is left to choose."""
     best = logits.max()  # NaN if any of them is
     if not np.isfinite(best):
@@ -186,7 +186,7 @@ def _keep_best(logits, scores, border, count):
     kept = scores > border
     ties = np.flatnonzero(scores == border)
     kept[ties[: count - np.count_nonzero(kept)]] = True
-    return np.where(kept, logits, REMOVED)
+    return np.where(kept, logits, NEG_INF)
 
 
 def keep_top_k(logits, k):
@@ -216,7 +216,7 @@ def keep_top_p(logits, p):
 
 def keep_min_p(logits, p):
     """Keep what is at least p times as probable as the most probable token (Nguyen et al. 2024)."""
-    return np.where(_weights(logits) >= p, logits, REMOVED)
+    return np.where(_weights(logits) >= p, logits, NEG_INF)
 
 
 def keep_typical_p(logits, p):
@@ -226,7 +226,7 @@ def keep_typical_p(logits, p):
     """
     if p >= 1:
         return logits
-    tokens = np.flatnonzero(logits > REMOVED)
+    tokens = np.flatnonzero(logits > NEG_INF)
     log_p = log_softmax(logits[tokens])
     probabilities = np.exp(log_p)
     entropy = -(probabilities * log_p).sum()
@@ -257,7 +257,7 @@ def probs(logits, history, config):
     """
     V = len(logits)
     logits = process(logits, history, config)
-    require_choice(logits, len(history.ids) - history.n_prompt)
+    check_logits(logits, len(history.ids) - history.n_prompt)
     if config.temperature == 0:
         return one_hot(logits.argmax(), V)
     if config.temperature != 1:
@@ -271,7 +271,7 @@ def probs(logits, history, config):
     ):
         if value != neutral:
             # Each filter is handed only what the one before left: after a top-k of 50 the others cost nothing.
-            left = np.flatnonzero(keep(logits, value) > REMOVED)
+            left = np.flatnonzero(keep(logits, value) > NEG_INF)
             tokens = left if isinstance(tokens, slice) else tokens[left]
             logits = logits[left]
     p = np.zeros(V)

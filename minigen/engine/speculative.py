@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minigen.engine.decode import UNWATCHED, SpeculationStats, Step, feed, new_cache, prefill
+from minigen.engine.decode import NO_HOOKS, SpeculationStats, Step, feed, new_cache, prefill
 from minigen.engine.sampler import History, draw, one_hot, probs
-from minigen.engine.validation import is_int, plain_numbers, require
+from minigen.engine.validation import is_int, require, to_python_numbers
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SpeculationConfig:
     max_matching_ngram_size: int = 2  # >= 1: the longest end of the text that is looked up in it
 
     def __post_init__(self):
-        plain_numbers(self)
+        to_python_numbers(self)
         ok = self.num_draft_tokens == "auto" or is_int(self.num_draft_tokens, 1)
         require(ok, "num_draft_tokens", self.num_draft_tokens, 'a whole number of 1 or more, or "auto"')
         ok = is_int(self.prompt_lookup_num_tokens, 0)
@@ -88,7 +88,7 @@ class ModelDrafter:
         self.cache.truncate(min(length, self.cache.length[0]))
 
 
-class NgramDrafter:
+class PromptLookupDrafter:
     """Proposes what followed the last time the text's last tokens occurred in it; no model, no cache (Saxena 2023)."""
 
     def __init__(self, n_vocab, max_matching_ngram_size):
@@ -137,7 +137,7 @@ def verify(token, p, q, rng):
 # ---------------------------------------------------------------------------------------- how much to propose
 
 
-class DraftLength:
+class AdaptiveDraftLength:
     """num_draft_tokens="auto": the k that has promised the most tokens a second, from 0 (plain decoding) to `MOST`.
 
     If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average
@@ -146,8 +146,8 @@ class DraftLength:
     """
 
     MOST = 8
-    FADING = 0.9  # weight of the past in a running mean
-    RETRY = 32  # rounds of plain decoding after which drafts get another chance
+    EMA_DECAY = 0.9  # weight of the past in a running mean
+    RETRY_INTERVAL = 32  # rounds of plain decoding after which drafts get another chance
 
     def __init__(self):
         self.acceptance = 0.7
@@ -166,13 +166,13 @@ class DraftLength:
         tokens = np.cumsum(self.acceptance ** np.arange(self.MOST + 1))
         best = int(np.argmax(tokens / seconds))
         self.plain_rounds = self.plain_rounds + 1 if best == 0 else 0
-        return 4 if best == 0 and self.plain_rounds % self.RETRY == 0 else best
+        return 4 if best == 0 and self.plain_rounds % self.RETRY_INTERVAL == 0 else best
 
     def record(self, drafted, accepted, draft_seconds, target_seconds):
         """Learn from a round."""
 
         def fade(old, new):
-            return new if old is None else self.FADING * old + (1 - self.FADING) * new
+            return new if old is None else self.EMA_DECAY * old + (1 - self.EMA_DECAY) * new
 
         self.target_seconds[drafted] = fade(self.target_seconds.get(drafted), target_seconds)
         if drafted:
@@ -185,7 +185,7 @@ class DraftLength:
 
 
 def speculate(
-    model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None, watcher=UNWATCHED
+    model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None, hooks=NO_HOOKS
 ) -> Iterator[Step]:
     """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
 
@@ -193,16 +193,16 @@ def speculate(
     prompt_cache: see `decode.prefill`; it is the target's, gets the prompt without its last token, and has no use for a
     context that was shifted.
     """
-    watcher.began([row], sampling, config)
+    hooks.began([row], sampling, config)
     if config.max_tokens == 0:
         yield row.end("length")
         return
-    draft_length = DraftLength() if num_draft_tokens == "auto" else None
+    draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None
     stats = row.speculation = SpeculationStats()
     cache = new_cache(model, [row.context], config)
     while True:
         if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
-            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache, watcher)
+            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache, hooks)
             if config.max_tokens - row.n_generated > 1:  # for a single token nothing is drafted
                 drafter.read(row.context)
         stopwatch.lap(cache)
@@ -216,10 +216,12 @@ def speculate(
         start = time.perf_counter()
         drafts, distributions = drafter.propose(row, k)
         draft_seconds = time.perf_counter() - start
-        watcher.drafted(row, drafts)
+        hooks.drafted(row, drafts)
         ids = [row.context[-1:] + drafts]
-        logits = model.forward(ids, cache, last_only=False, attended=watcher.attended)[0]  # [1, T, V] -> [T, V]
-        watcher.fed(cache)
+        logits = model.forward(ids, cache, last_only=False, attention_hook=hooks.attention_hook)[
+            0
+        ]  # [1, T, V] -> [T, V]
+        hooks.fed(cache)
         target_seconds = time.perf_counter() - start - draft_seconds
         stats.draft_seconds += draft_seconds
         stats.target_seconds += target_seconds
@@ -233,7 +235,7 @@ def speculate(
                 draft = drafts[place], distributions[place], accepted
             else:
                 token, accepted, draft = draw(p, row.rng), False, None
-            watcher.chose(row, place_logits, p, token, draft)
+            hooks.chose(row, place_logits, p, token, draft)
             n_accepted += accepted
             stats.accepted += accepted
             yield row.accept(token, place_logits, from_draft=accepted)
@@ -247,5 +249,5 @@ def speculate(
         has_shifted = len(row.context) < n_context + place + 1
         kept = 0 if has_shifted else len(row.context) - 1
         cache.truncate(kept)
-        watcher.changed(cache, "shifted" if has_shifted else "rolled back")
+        hooks.changed(cache, "shifted" if has_shifted else "rolled back")
         drafter.truncate(kept)

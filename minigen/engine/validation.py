@@ -6,21 +6,21 @@ from dataclasses import fields
 import numpy as np
 
 
-def cut(text):
+def shorten(text):
     """A text for a sentence: on one line, and of a long one the two ends."""
     text = " ".join(text.splitlines())
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
 
 
-def shown(value):
+def short_repr(value):
     """`repr` of a value for a sentence."""
-    return cut(repr(value))
+    return shorten(repr(value))
 
 
 def require(ok, name, value, allowed):
     """Raise ValueError unless `ok`: "<name> is <value>; it must be <allowed>"."""
     if not ok:
-        raise ValueError(f"{name} is {shown(value)}; it must be {allowed}")
+        raise ValueError(f"{name} is {short_repr(value)}; it must be {allowed}")
 
 
 def is_int(value, least=-math.inf):
@@ -38,7 +38,7 @@ def is_number(value):
         return False
 
 
-def plain_numbers(config):
+def to_python_numbers(config):
     """Make Python numbers of the NumPy scalars in a frozen dataclass: they do not overflow where a uint8 would."""
     for field in fields(config):
         value = getattr(config, field.name)

@@ -12,7 +12,7 @@ def beside(path):
     return path, path.with_name(f".{secrets.token_hex(8)}.tmp")
 
 
-def replace_file(path, data):
+def write_atomic(path, data):
     """Write bytes beside the file's place, then move them there. Raises OSError where it cannot be written."""
     path, temporary = beside(path)
     try:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from minigen.engine.model import GPT2Config
-from minigen.engine.validation import cut, shown
+from minigen.engine.validation import short_repr, shorten
 
 # How each dtype is read; little-endian, as the format demands. NumPy has no bfloat16: see `_read_values`.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -89,9 +89,9 @@ def _weight_files(folder):
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for path in files:
         if path.parent != folder:
-            raise ValueError(f"{index} names {shown(str(path))}, which lies outside the checkpoint's folder")
+            raise ValueError(f"{index} names {short_repr(str(path))}, which lies outside the checkpoint's folder")
         if not os.path.isfile(path):  # unlike Path's, it takes names that no file can have
-            raise OSError(f"{index} names {shown(path.name)}, which is not there: the checkpoint is incomplete")
+            raise OSError(f"{index} names {short_repr(path.name)}, which is not there: the checkpoint is incomplete")
     return files
 
 
@@ -112,7 +112,7 @@ class StoredTensor(NamedTuple):
         return int(np.prod(self.shape))
 
 
-def _diagnosis(path):
+def _describe_damage(path):
     """Of a file that the library refuses, what its words leave out: the tensor at fault, or the two sizes."""
     name = None
     try:
@@ -125,11 +125,11 @@ def _diagnosis(path):
             begin, end = entry["data_offsets"]
             itemsize = np.dtype(DTYPES[entry["dtype"]]).itemsize if entry["dtype"] in DTYPES else None
             if min(entry["shape"], default=0) < 0 or (itemsize and math.prod(entry["shape"]) * itemsize != end - begin):
-                return f"; look at {shown(name)}"
+                return f"; look at {short_repr(name)}"
             expected = max(expected, 8 + header_size + end)
         return f"; it has {path.stat().st_size} bytes, its header speaks of {expected}"
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OSError):
-        return f"; look at {shown(name)}" if name else ""
+        return f"; look at {short_repr(name)}" if name else ""
 
 
 def _read_header(path):
@@ -139,7 +139,7 @@ def _read_header(path):
         seen = {}
         for name, value in pairs:
             if name in seen:
-                raise ValueError(f"{path} names {shown(name)} twice")
+                raise ValueError(f"{path} names {short_repr(name)} twice")
             seen[name] = value
         return seen
 
@@ -150,7 +150,9 @@ def _read_header(path):
             header_size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file: {cut(str(error))}{_diagnosis(path)}") from error
+        raise ValueError(
+            f"{path} is damaged or not a safetensors file: {shorten(str(error))}{_describe_damage(path)}"
+        ) from error
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     header.pop("__metadata__", None)
@@ -185,11 +187,11 @@ def _same_values(a, b, piece=2**20):
     return all(np.array_equal(_read_values(a, at, n), _read_values(b, at, n)) for at, n in pieces)
 
 
-def _listed(names, most=6):
-    return ", ".join(map(cut, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _join_names(names, most=6):
+    return ", ".join(map(shorten, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def read_tensors(folder, config):
+def load_weights(folder, config):
     """All parameters of a checkpoint: pairs of name and float32 array, in the shapes the configuration asks for.
 
     Everything is checked before this returns, but each tensor is read only when its pair is asked for, so that `GPT2`
@@ -207,7 +209,9 @@ def read_tensors(folder, config):
             if MASK_BUFFER.fullmatch(name):
                 continue
             if name in tensors:
-                raise ValueError(f"{folder} holds {cut(name)} twice: {cut(tensors[name].name)} and {cut(stored.name)}")
+                raise ValueError(
+                    f"{folder} holds {shorten(name)} twice: {shorten(tensors[name].name)} and {shorten(stored.name)}"
+                )
             tensors[name] = stored
 
     if config.n_layer > len(tensors):
@@ -218,13 +222,13 @@ def read_tensors(folder, config):
     head = tensors.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise ValueError(f"{folder} lacks {_listed(missing)}, which its config.json asks for")
+        raise ValueError(f"{folder} lacks {_join_names(missing)}, which its config.json asks for")
     left_over = [name for name in tensors if name not in shapes]
     unknown = [name for name in left_over if PARAMETER.fullmatch(name)]
     if unknown:
-        raise ValueError(f"{folder} holds {_listed(unknown)}, for which its config.json has no place")
+        raise ValueError(f"{folder} holds {_join_names(unknown)}, for which its config.json has no place")
     if left_over:
-        warnings.warn(f"{folder}: {_listed(left_over)} is no part of GPT-2 and was not read", stacklevel=2)
+        warnings.warn(f"{folder}: {_join_names(left_over)} is no part of GPT-2 and was not read", stacklevel=2)
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{folder}: {name} has shape {tensors[name].shape}; config.json makes it {shape}")

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from minigen.engine.validation import shown
+from minigen.engine.validation import short_repr
 from minigen.files.checkpoint import _weight_files
 
 DEFAULT_MODEL = "fairytale"
@@ -32,7 +32,7 @@ def _bundled_names():
     )
 
 
-def _lacks(folder):
+def _missing_files(folder):
     """What a folder lacks to be a checkpoint, as a sentence; None where all files are there, usable or not."""
     try:
         _weight_files(folder)
@@ -112,7 +112,7 @@ def _from_hub(repo_id):
     main = cached / "refs" / "main"
     snapshots = [cached / "snapshots" / main.read_text().strip()] if main.is_file() else cached.glob("snapshots/*")
     for folder in snapshots:
-        if not _lacks(folder):
+        if not _missing_files(folder):
             return folder
     if constants.HF_HUB_OFFLINE:
         raise OSError(
@@ -120,12 +120,12 @@ def _from_hub(repo_id):
             "it and go online once, or give the folder of a checkpoint"
         )
     folder = _download(repo_id)
-    if problem := _lacks(folder):
+    if problem := _missing_files(folder):
         raise OSError(f"{repo_id} is no checkpoint that can be used: {problem}; choose another, or convert it yourself")
     return folder
 
 
-def find(name=None):
+def resolve_checkpoint(name=None):
     """The folder of a checkpoint.
 
     name: an existing folder; else the name of a model under weights/; else a hub id, `gpt2`, `gpt2-medium` ... and
@@ -147,7 +147,7 @@ def find(name=None):
         repo_id = f"openai-community/{repo_id}"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
         raise OSError(
-            f"there is no checkpoint {shown(str(name))}: give an existing folder, one of {_bundled_names()}, "
+            f"there is no checkpoint {short_repr(str(name))}: give an existing folder, one of {_bundled_names()}, "
             "gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, or a hub id such as owner/name"
         )
     return _from_hub(repo_id)

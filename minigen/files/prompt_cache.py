@@ -30,8 +30,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
 from minigen.engine.linear import embed
-from minigen.engine.validation import cut
-from minigen.files.atomic_write import replace_file
+from minigen.engine.validation import shorten
+from minigen.files.atomic_write import write_atomic
 
 FORMAT, VERSION = "minigen prompt cache", "2"
 # The config's fields on which no key or value depends.
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
     last: list[tuple[np.ndarray, np.ndarray]]  # for each layer the saved key and value [H, D] of that last one
 
 
-def _refusal(path, what):
+def _error(path, what):
     return ValueError(f"the prompt cache {path} {what}: delete it or name another file")
 
 
@@ -75,7 +75,7 @@ def _embeddings(model, ids):
     return hashlib.sha256(embed(np.asarray(ids), model.params["wte.weight"]).tobytes()).hexdigest()
 
 
-def common_length(a, b):
+def common_prefix_length(a, b):
     """How many ids two texts have in common at their beginning."""
     different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(different, min(len(a), len(b)))
@@ -85,9 +85,9 @@ def _tensor(stored, path, name, dtype, shape):
     """A tensor of those in a file, in the dtype and the shape that it must have; it is taken out of them."""
     found = stored.pop(name, None)
     if found is None:
-        raise _refusal(path, f"is damaged: it lacks {name}")
+        raise _error(path, f"is damaged: it lacks {name}")
     if (found["dtype"], found["shape"]) != (dtype, shape):
-        raise _refusal(path, f"holds {name} as {found['dtype']} {found['shape']}, but the model's are {dtype} {shape}")
+        raise _error(path, f"holds {name} as {found['dtype']} {found['shape']}, but the model's are {dtype} {shape}")
     return np.frombuffer(found["data"], {"I64": "<i8", "F32": "<f4"}[dtype]).reshape(shape)
 
 
@@ -99,21 +99,21 @@ def _read(path, model, cache, ids):
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     del data  # `stored` has copies, which go one by one
     if metadata.get("format") != FORMAT:
-        raise _refusal(path, "is a safetensors file, but holds no prompt")
+        raise _error(path, "is a safetensors file, but holds no prompt")
     if metadata.get("version") != VERSION:
-        raise _refusal(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
+        raise _error(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
     if metadata.get("model") != fingerprint(model):
-        raise _refusal(path, "was made with another model")
+        raise _error(path, "was made with another model")
 
     n = math.prod(stored["ids"]["shape"]) if "ids" in stored else 0
     saved_ids = _tensor(stored, path, "ids", "I64", [n])
     if not ((saved_ids >= 0) & (saved_ids < config.vocab_size)).all():
-        raise _refusal(path, "is damaged: it holds ids outside the vocabulary")
+        raise _error(path, "is damaged: it holds ids outside the vocabulary")
     if metadata.get("embeddings") != _embeddings(model, saved_ids):
-        raise _refusal(path, "was made with other weights: its tokens have other embeddings")
+        raise _error(path, "was made with other weights: its tokens have other embeddings")
     checksum = zlib.crc32(saved_ids)
-    known = common_length(saved_ids.tolist(), ids)
-    plan = cache.extend(np.arange(known - 1)[None]) if known > 1 else None
+    known = common_prefix_length(saved_ids.tolist(), ids)
+    plan = cache.allocate(np.arange(known - 1)[None]) if known > 1 else None
     last = []
     for layer in range(config.n_layer):
         shape = [config.n_head, config.d_head, n]
@@ -125,7 +125,7 @@ def _read(path, model, cache, ids):
         if known:
             last.append(tuple(tensor[..., known - 1].copy() for tensor in pair))  # [H, D, n] -> [H, D]
     if metadata.get("crc32") != f"{checksum:08x}":
-        raise _refusal(path, "is damaged: its checksum is wrong")
+        raise _error(path, "is damaged: its checksum is wrong")
     return Restored(known, last)
 
 
@@ -147,7 +147,7 @@ def restore(path, model, cache, ids):
     except OSError as error:
         raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
     except SafetensorError as error:
-        raise _refusal(path, f"is damaged or not a safetensors file ({cut(str(error))})") from error
+        raise _error(path, f"is damaged or not a safetensors file ({shorten(str(error))})") from error
     folder = Path(os.path.realpath(path)).parent  # where it is a link, the file is replaced and not the link
     if restored.known < len(ids) and not os.access(folder, os.W_OK):
         raise OSError(
@@ -156,7 +156,7 @@ def restore(path, model, cache, ids):
     return restored
 
 
-def check_last(path, cache, restored):
+def verify_last_token(path, cache, restored):
     """After the prompt has run, compare the last known token's keys and values with the saved ones.
 
     Raises ValueError where they differ by more than rounding: other weights have made the file.
@@ -165,7 +165,7 @@ def check_last(path, cache, restored):
         for saved, rows in zip(pair, cache.prefix(layer, restored.known), strict=True):
             computed = rows[0, ..., -1]  # [1, H, D, known] -> [H, D]
             if not np.abs(computed - saved).max() <= TOLERANCE * np.abs(saved).max():
-                raise _refusal(path, "was made with other weights: running its last known token gives something else")
+                raise _error(path, "was made with other weights: running its last known token gives something else")
 
 
 def save(path, model, cache, ids):
@@ -193,6 +193,6 @@ def save(path, model, cache, ids):
         "crc32": f"{checksum:08x}",
     }
     try:
-        replace_file(path, to_safetensors(tensors, metadata))
+        write_atomic(path, to_safetensors(tensors, metadata))
     except OSError as error:
         raise OSError(f"cannot write the prompt cache {path}: {error.strerror or error}; name another file") from error

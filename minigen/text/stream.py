@@ -3,7 +3,7 @@
 import codecs
 
 
-class Utf8Stream:
+class IncrementalUtf8Decoder:
     """Bytes in, text out, in pieces: a character is given out as soon as its last byte is in, and not before.
 
     All pieces together are what decoding all bytes at once gives, with U+FFFD for what is not UTF-8.

@@ -1,8 +1,9 @@
 """Text to ids and back: byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), and the two ends of a stream.
 
 tiktoken does the merging, from the checkpoint's own files. vocab.json and merges.txt spell each byte as a printable
-character, `_to_bytes` undoes that. A token need not be whole characters: `Utf8Stream` turns a stream of tokens' bytes
-into text without ever showing half a character, and `StopMatcher` finds stop strings across the tokens' borders.
+character, `_to_bytes` undoes that. A token need not be whole characters: `IncrementalUtf8Decoder` turns a stream of
+tokens' bytes into text without ever showing half a character, and `StopMatcher` finds stop strings across
+the tokens' borders.
 """
 
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import tiktoken
 
-from minigen.engine.validation import is_int, shown
+from minigen.engine.validation import is_int, short_repr
 from minigen.files.checkpoint import read_json
 
 # How GPT-2 cuts text into the pieces within which it merges: contractions, words, numbers, signs, white space; a
@@ -20,47 +21,49 @@ SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 END_OF_TEXT = "<|endoftext|>"
 
 
-def _byte_spellings():
+def bytes_to_unicode():
     """byte -> character: printable Latin-1 stands for itself, the other 68 bytes for U+0100, U+0101 ... in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-SPELLINGS = _byte_spellings()
+BYTE_TO_CHAR = bytes_to_unicode()
 # For str.translate, character -> Latin-1 character of the byte; Latin-1 that spells no byte must not pass for one.
-_UNSPELL = {byte: "\uffff" for byte in range(256)} | {ord(spelling): byte for byte, spelling in SPELLINGS.items()}
+_CHAR_TO_BYTE = {byte: "\uffff" for byte in range(256)} | {
+    ord(spelling): byte for byte, spelling in BYTE_TO_CHAR.items()
+}
 
 
 def _to_bytes(token):
     """The bytes that vocab.json or merges.txt spell as `token`. Raises ValueError for any other character."""
-    return token.translate(_UNSPELL).encode("latin-1")
+    return token.translate(_CHAR_TO_BYTE).encode("latin-1")
 
 
 # ---------------------------------------------------------------------------------------- reading the files
 
 
 @contextmanager
-def _blaming(path):
+def _errors_name(path):
     """Turns whatever a malformed file causes into one ValueError that names the file."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         if str(path) in str(error):
             raise
-        what = error if isinstance(error, ValueError) else shown(error)  # a KeyError's text is but the key
+        what = error if isinstance(error, ValueError) else short_repr(error)  # a KeyError's text is but the key
         raise ValueError(f"{path} is not a usable part of a GPT-2 tokenizer: {what}") from error
 
 
-def _checked_ids(ids):
+def _validate_ids(ids):
     """A mapping token -> id, after a look at its ids."""
     for token, id in ids.items():
         if not token or not is_int(id, 0):
-            raise ValueError(f"token {shown(token)} has the id {shown(id)}")
+            raise ValueError(f"token {short_repr(token)} has the id {short_repr(id)}")
     return ids
 
 
-def _checked_merges(pairs, vocab):
+def _validate_merges(pairs, vocab):
     """Pairs of tokens from pairs or from "left right" lines, after a look at what they make.
 
     BPE merges pairs, tiktoken whatever two tokens together are the product of a merge. These are the same where each
@@ -69,16 +72,18 @@ def _checked_merges(pairs, vocab):
     """
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
     # Bytes and products are numbered in the order in which they come to be, which makes later a matter of `<`.
-    number = {spelling: byte for byte, spelling in SPELLINGS.items()}
+    number = {spelling: byte for byte, spelling in BYTE_TO_CHAR.items()}
     parts, made = [(byte, byte) for byte in range(256)], {}
     for left, right in merges:
         product = left + right
         if product not in vocab:
-            raise ValueError(f"a merge makes {shown(product)}, which is no token of the vocabulary")
+            raise ValueError(f"a merge makes {short_repr(product)}, which is no token of the vocabulary")
         if product in number:
-            raise ValueError(f"two merges make the token {shown(product)}")
+            raise ValueError(f"two merges make the token {short_repr(product)}")
         if left not in number or right not in number:
-            raise ValueError(f"the merge of {shown(left)} and {shown(right)} comes before those that make them")
+            raise ValueError(
+                f"the merge of {short_repr(left)} and {short_repr(right)} comes before those that make them"
+            )
         a, b, limit = number[left], number[right], len(parts)
         number[product] = limit
         parts.append((a, b))
@@ -92,7 +97,9 @@ def _checked_merges(pairs, vocab):
             else:
                 break
         else:
-            raise ValueError(f"the merge of {shown(left)} and {shown(right)} is never made: an earlier one splits them")
+            raise ValueError(
+                f"the merge of {short_repr(left)} and {short_repr(right)} is never made: an earlier one splits them"
+            )
     return merges
 
 
@@ -102,26 +109,26 @@ def _read_bpe(folder):
         folder / name for name in ("vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json")
     )
     if vocab_path.is_file() and merges_path.is_file():
-        with _blaming(vocab_path):
-            vocab = _checked_ids(read_json(vocab_path))
-        with _blaming(merges_path):
+        with _errors_name(vocab_path):
+            vocab = _validate_ids(read_json(vocab_path))
+        with _errors_name(merges_path):
             lines = merges_path.read_text(encoding="utf-8-sig").split("\n")  # read_text has made every line end a "\n"
             if lines[0].startswith("#version"):  # only that line: "# #" and "## ##" are merges
                 lines = lines[1:]
-            merges = _checked_merges(filter(None, lines), vocab)
-        with _blaming(added_path):
-            added = _checked_ids(read_json(added_path)) if added_path.is_file() else {}
+            merges = _validate_merges(filter(None, lines), vocab)
+        with _errors_name(added_path):
+            added = _validate_ids(read_json(added_path)) if added_path.is_file() else {}
         return vocab_path, vocab, merges, added
     if not tokenizer_path.is_file():
         raise OSError(f"{folder} has no tokenizer: neither vocab.json with merges.txt nor tokenizer.json")
-    with _blaming(tokenizer_path):
+    with _errors_name(tokenizer_path):
         parsed = read_json(tokenizer_path)
         model = parsed["model"]
         if model.get("type", "BPE") != "BPE" or "ByteLevel" not in str(parsed.get("pre_tokenizer")):
             raise ValueError("it does not describe a byte-level BPE, the only kind GPT-2 has")
-        vocab = _checked_ids(model["vocab"])
-        added = _checked_ids({token["content"]: token["id"] for token in parsed.get("added_tokens", [])})
-        return tokenizer_path, vocab, _checked_merges(model["merges"], vocab), added
+        vocab = _validate_ids(model["vocab"])
+        added = _validate_ids({token["content"]: token["id"] for token in parsed.get("added_tokens", [])})
+        return tokenizer_path, vocab, _validate_merges(model["merges"], vocab), added
 
 
 def _special_tokens(folder, vocab, added):
@@ -129,12 +136,12 @@ def _special_tokens(folder, vocab, added):
     names = [END_OF_TEXT]
     path = folder / "special_tokens_map.json"
     if path.is_file():
-        with _blaming(path):
+        with _errors_name(path):
             for entry in read_json(path).values():
                 for token in entry if isinstance(entry, list) else [entry]:
                     name = token["content"] if isinstance(token, dict) else token
                     if not isinstance(name, str | type(None)):
-                        raise ValueError(f"{shown(name)} is no token")
+                        raise ValueError(f"{short_repr(name)} is no token")
                     names.append(name)
     return {name: vocab[name] for name in names if name in vocab} | added
 
@@ -161,7 +168,7 @@ class Tokenizer:
 
         # tiktoken merges by rank and calls the ranks ids. Files need not number their tokens in the order of their
         # merges, so ranks are handed out here, in that order, and `_id_of_rank` turns them into ids.
-        tokens = [symbol for symbol in SPELLINGS.values() if symbol in vocab] + [a + b for a, b in merges]
+        tokens = [symbol for symbol in BYTE_TO_CHAR.values() if symbol in vocab] + [a + b for a, b in merges]
         if len(tokens) - len(merges) < 256:
             raise ValueError(f"the vocabulary has only {len(tokens) - len(merges)} of the 256 bytes")
         self._id_of_rank = [vocab[token] for token in tokens]
@@ -182,7 +189,7 @@ class Tokenizer:
         folder = Path(folder)
         path, vocab, merges, added = _read_bpe(folder)
         special = _special_tokens(folder, vocab, added)
-        with _blaming(path):
+        with _errors_name(path):
             return cls(vocab, merges, special, vocab_size)
 
     def encode(self, text):

@@ -1,6 +1,6 @@
 """A run written down, as one HTML page that shows it: text, candidates, draws, attention, ring, beams and drafts.
 
-`Recorder` is a `Watcher` that the decoders tell what they do. It computes little itself: the distributions are those of
+`Recorder` is a `Hooks` that the decoders tell what they do. It computes little itself: the distributions are those of
 `sampler.probs` with the options switched on one after the other, the uniforms are those the row's generator gave, and
 the attention weights follow from the queries and keys that the model's layers had. `page` puts all of it, as JSON, into
 tracing.html, which is in this folder and explains itself.
@@ -21,19 +21,19 @@ import numpy as np
 import minigen
 from minigen.api import completions, stream
 from minigen.engine.beam import BeamConfig
-from minigen.engine.hooks import Watcher
+from minigen.engine.hooks import Hooks
 from minigen.engine.ops import softmax
 from minigen.engine.sampler import SamplingConfig, log_softmax, probs, process
 from minigen.engine.speculative import residual
 from minigen.engine.validation import is_number
-from minigen.files.atomic_write import beside, replace_file
+from minigen.files.atomic_write import beside, write_atomic
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # The candidates that are written down: so many of the best before the filters, and of the best after them.
 TOP = 10
 # A page holds no more choices of a token, in all rows together, and no more attention weights, one byte each.
-MOST_CHOICES = 2000
-MOST_WEIGHTS = 12_000_000
+MAX_TOKENS = 2000
+MAX_ATTENTION_WEIGHTS = 12_000_000
 # Queries of the prompt that one pass takes: its logits and attention weights are in memory together.
 CHUNK = 32
 # The sampler's steps in its order, each by the options that rule it.
@@ -62,7 +62,7 @@ def stages(sampling, beams=False):
     return found
 
 
-class _Uniforms:
+class _RecordingRng:
     """A row's generator, with a memory of what it gave."""
 
     def __init__(self, rng):
@@ -103,7 +103,7 @@ def _best(p):
     return best[p[best] > 0].tolist()
 
 
-def _described(columns, extra):
+def _candidate_rows(columns, extra):
     """Some candidates through all columns, float64 [V] each: the best before and after all filters, and `extra`.
 
     "candidates": [id, where it begins on the cumulative bar of the last column, [its value in each column]], by the
@@ -128,7 +128,7 @@ def _probs(logits, history, config):
 # ---------------------------------------------------------------------------------------- the recorder
 
 
-class Recorder(Watcher):
+class Recorder(Hooks):
     """Writes down one run of `stream`. A step is one change of the cache, a choice one place where a token was chosen.
 
     logits_processors are called again for what is shown, as speculation calls them for what it drops: they must be
@@ -141,7 +141,7 @@ class Recorder(Watcher):
         self.rows = {}  # index -> `Row`
         self.choices, self.steps, self.rounds, self.beam_steps = [], [], [], []
         self.asked = 0  # choices of the run, also those that no longer fit
-        self.attended = self._attend
+        self.attention_hook = self._attend
         self._n_weights = 0
         self._running = []  # the rows of the last pass
         self._cache = None  # the last one seen, and for each row index its (slot_pos, length) then
@@ -156,9 +156,9 @@ class Recorder(Watcher):
     def _full(self, n):
         """Whether n more choices are too many; from then on nothing is recorded, and the model's hook is off."""
         self.asked += n
-        if self.asked > MOST_CHOICES:
-            self.attended = None
-        return self.attended is None
+        if self.asked > MAX_TOKENS:
+            self.attention_hook = None
+        return self.attention_hook is None
 
     def _attend(self, layer, q, keys, scale, mask):
         """softmax(q @ k.T * scale) of the last queries of a pass; see `ops.attention`."""
@@ -176,7 +176,7 @@ class Recorder(Watcher):
         slots = slots[np.argsort(slot_pos[slots])]
         weights = np.stack([layer[batch, :, place][:, slots] for layer in self._weights])  # [H, S] -> [L, H, n]
         self._n_weights += weights.size
-        if self._n_weights > MOST_WEIGHTS:
+        if self._n_weights > MAX_ATTENTION_WEIGHTS:
             return None
         return [int(slot_pos[slots[0]]), np.rint(weights * 255).astype(np.uint8)]
 
@@ -187,14 +187,14 @@ class Recorder(Watcher):
         self._running = list(rows)
         for row in rows:
             self.rows[row.index] = row
-            row.rng = _Uniforms(row.rng)
+            row.rng = _RecordingRng(row.rng)
 
     def _batch_index(self, row, B):
         """A row's place in a batch of B: the rows of one prompt share one until they differ."""
         return self._running.index(row) * B // len(self._running)
 
     def _record_step(self, cache, kind):
-        if self.attended is None:
+        if self.attention_hook is None:
             return
         is_new = cache is not self._cache
         if is_new:
@@ -226,7 +226,7 @@ class Recorder(Watcher):
     def drafted(self, row, tokens):
         row.rng.take()  # what a draft model's tokens were drawn with
         self._wanted = len(tokens) + 1
-        if self.attended is not None:
+        if self.attention_hook is not None:
             self.rounds.append({"step": len(self.steps), "at": len(row.ids), "drafts": list(tokens), "choices": []})
 
     def chose(self, row, logits, p, token, draft=None):
@@ -246,7 +246,7 @@ class Recorder(Watcher):
             columns += [q] if accepted else [q, residual(p, q)]
             extra.append(proposed)
         choice["u"] = uniforms[0] if uniforms else None
-        choice |= _described(columns, extra)
+        choice |= _candidate_rows(columns, extra)
         batch = self._batch_index(row, len(self._visible))
         choice["attention"] = self._attention(batch, self._place, self._rings[row.index][0])
         self._place = (self._place + 1) % self._visible.shape[1]
@@ -263,7 +263,7 @@ class Recorder(Watcher):
             log_p, history = log_softmax(logits[index]), row.history._replace(ids=ids)
             columns = [np.exp(process(log_p, history, config)) for _, config in stages(self.sampling, beams=True)]
             choice = {"at": len(ids), "step": step, "shift": 0, "u": None}
-            choice |= _described(columns, [other.token for other in candidates if other.parent == index])
+            choice |= _candidate_rows(columns, [other.token for other in candidates if other.parent == index])
             choice["attention"] = self._attention(index, 0, self._cache.slot_pos[index])
             self._beam_choices[row.prompt_index, tuple(beam)] = choice
         scores = {tuple(hypothesis.tokens): hypothesis.score for hypothesis in finished}
@@ -292,10 +292,10 @@ class Recorder(Watcher):
         for start in range(0, len(ids) - 1, CHUNK):
             chunk = ids[start : min(start + CHUNK, len(ids) - 1)]
             self._wanted = len(chunk)
-            logits = self.model.forward([chunk], cache, last_only=False, attended=self._attend)  # [1, T, V]
+            logits = self.model.forward([chunk], cache, last_only=False, attention_hook=self._attend)  # [1, T, V]
             for place, row_logits in enumerate(logits[0]):
                 choice = {"at": start + place + 1, "token": ids[start + place + 1], "shift": 0, "u": None}
-                choice |= _described([np.exp(log_softmax(row_logits))], [choice["token"]])
+                choice |= _candidate_rows([np.exp(log_softmax(row_logits))], [choice["token"]])
                 choice["attention"] = self._attention(0, place, cache.slot_pos[0])
                 choices.append(choice)
         return choices
@@ -362,7 +362,7 @@ class Recorder(Watcher):
 # ---------------------------------------------------------------------------------------- the file
 
 
-def _refusal(path, error):
+def _error(path, error):
     return OSError(f"cannot write the trace {path}: {getattr(error, 'strerror', None) or error}; name another file")
 
 
@@ -376,7 +376,7 @@ def check_file(path):
         probe.touch(exist_ok=False)
         probe.unlink()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name, or no name at all
-        raise _refusal(path, error) from error
+        raise _error(path, error) from error
 
 
 def page(data):
@@ -423,7 +423,7 @@ def _about(model, draft_model, names, options):
     yield from _as_typed(options)
 
 
-def traced(model, tokenizer, prompts, file, *, names=(None, None), draft_model=None, cache=None, **options):
+def stream_with_trace(model, tokenizer, prompts, file, *, names=(None, None), draft_model=None, cache=None, **options):
     """`stream`, recorded: yields its steps, and writes the page to `file` when they end or are left, as by Ctrl-C.
 
     names: of the model and of the draft model, for the page's head. Raises what `stream` raises, and then writes
@@ -431,19 +431,19 @@ def traced(model, tokenizer, prompts, file, *, names=(None, None), draft_model=N
     """
     check_file(file)
     recorder = Recorder(model, tokenizer)
-    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, watcher=recorder, **options)
+    steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, hooks=recorder, **options)
 
     def write():
         if recorder.rows:
             seed = {} if recorder.beam_steps else {"seed": recorder.config.seed}  # beam search draws nothing
             about = list(_about(model, draft_model, names, {**options, "seed": None} | seed))
             penalty = options.get("length_penalty", BeamConfig.length_penalty)
-            limits = {"asked": recorder.asked, "most_choices": MOST_CHOICES, "most_weights": MOST_WEIGHTS}
+            limits = {"asked": recorder.asked, "most_choices": MAX_TOKENS, "most_weights": MAX_ATTENTION_WEIGHTS}
             html = page(recorder.data() | {"about": about, "length_penalty": penalty} | limits)
             try:
-                replace_file(file, html.encode())
+                write_atomic(file, html.encode())
             except OSError as error:
-                raise _refusal(file, error) from error
+                raise _error(file, error) from error
 
     def run():
         try:
@@ -462,4 +462,6 @@ def trace(model, tokenizer, prompts, file, *, draft_model=None, cache=None, **op
     file: a path; the page is one HTML file that needs nothing else. Other arguments and errors are those of `generate`,
     and OSError is raised before anything is computed where `file` cannot be written. The texts are those of `generate`.
     """
-    return completions(traced(model, tokenizer, prompts, file, draft_model=draft_model, cache=cache, **options))
+    return completions(
+        stream_with_trace(model, tokenizer, prompts, file, draft_model=draft_model, cache=cache, **options)
+    )

@@ -63,7 +63,7 @@ class ListCache:
     def length(self):
         return np.array([len(row) for row in self.rows])
 
-    def select(self, rows, shared=0):
+    def reorder(self, rows, shared=0):
         self.rows = [list(self.rows[row]) for row in rows]
 
 
@@ -83,7 +83,7 @@ class TableModel:
     def new_cache(self, batch=1, capacity=None, window=None):
         return ListCache(batch)
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
         assert last_only, "looking up all positions is not needed here"
         assert len(cache.rows) == len(ids)
         assert pad is None or not np.any(pad), "beams are equally long"
@@ -524,14 +524,14 @@ class WatchedCache(KVCache):
 
     selects = ()
 
-    def select(self, rows, shared=0):
+    def reorder(self, rows, shared=0):
         before = self.batch
         self.keys = [keys.view(WatchedArray) for keys in self.keys]
         self.values = [values.view(WatchedArray) for values in self.values]
         arrays = self.keys + self.values
         for array in arrays:
             array.written = []
-        super().select(rows, shared)
+        super().reorder(rows, shared)
         same = all(old is new for old, new in zip(arrays, self.keys + self.values, strict=True))
         touched = None
         if same:
@@ -634,14 +634,14 @@ def test_reordered_rows_go_on_as_if_each_had_been_fed_alone(rows, window, capaci
     prompt, endings, last = rng.integers(97, size=4).tolist(), rng.integers(97, size=(4, 5)), rng.integers(97, size=9)
     cache = model.new_cache(1, capacity, window)
     model.forward([prompt], cache)
-    cache.select([0, 0, 0, 0], shared=4)
+    cache.reorder([0, 0, 0, 0], shared=4)
     for column in endings.T:
         model.forward(column[:, None], cache)
-    cache.select(rows, shared=4)
+    cache.reorder(rows, shared=4)
     logits = model.forward(last[: len(rows), None], cache)
     # And once more, with rows that differ since.
     again = list(range(len(rows)))[::-1]
-    cache.select(again, shared=4)
+    cache.reorder(again, shared=4)
     logits_again = model.forward(last[: len(rows), None], cache)
     for i, row in enumerate(rows):
         text = [*prompt, *endings[row].tolist(), int(last[i])]

@@ -1121,7 +1121,7 @@ def test_what_a_cache_cannot_do_is_refused():
     t.model.forward([[1, 2], [3, 4]], cache)
     for rows in ([0.7], [-1], [2], [True, False]):
         with pytest.raises(ValueError, match="rows"):
-            cache.select(rows)
+            cache.reorder(rows)
     for length in (2.0, float("nan"), 3, -1):
         with pytest.raises(ValueError):
             cache.truncate(length)

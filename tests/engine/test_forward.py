@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minigen.engine.cache import KVCache
-from minigen.engine.linear import embed, lay_out, linear
+from minigen.engine.linear import embed, linear, pack_weight
 from minigen.engine.model import GPT2, GPT2Config
 from minigen.engine.ops import ACTIVATIONS, layer_norm, softmax
 from tests import tiny
@@ -206,7 +206,7 @@ def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, order)
     matrix = rng.standard_normal((n_in, n_out)).astype(np.float32)
     tied = np.ascontiguousarray(matrix.T).T  # as the head lies in memory: [V, E] seen as [E, V]
     bias = rng.standard_normal(n_out).astype(np.float32)
-    weights = [lay_out(matrix, order), lay_out(tied, order)]
+    weights = [pack_weight(matrix, order), pack_weight(tied, order)]
     tolerance = 2e-6 * n_in**0.5 * 24
     for n_rows in [*range(1, 20), 31, 32, 33, 47, 64, 100]:
         x = rng.standard_normal((n_rows, n_in)).astype(np.float32)
@@ -225,7 +225,7 @@ def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, order)
 @pytest.mark.parametrize("order", ORDERS)
 def test_embed_picks_the_columns_of_a_laid_out_matrix(order):
     wte = np.random.default_rng(0).standard_normal((257, 24)).astype(np.float32)
-    weight = lay_out(wte.T, order)
+    weight = pack_weight(wte.T, order)
     ids = np.array([[0, 1, 31, 32], [63, 64, 255, 256]])
     np.testing.assert_array_equal(embed(ids, weight), wte[ids])
 
@@ -294,7 +294,7 @@ class TestGPT2Shape:
         logits = big_model.forward(prompts, cache, pad=pad)
         assert_close(logits[:, columns], expected[lengths - 1], 1e-4)
         for batch in (16, 13, 8, 5, 4, 3, 2):
-            cache.select(range(batch))
+            cache.reorder(range(batch))
             lengths = lengths[:batch]
             logits = big_model.forward(ids[lengths][:, None], cache)
             assert_close(logits[:, columns], expected[lengths], 1e-4)
@@ -541,7 +541,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
 # ---- windows and the ring ----------------------------------------------------------------------------------------
 
 
-def cut(total, largest, rng):
+def shorten(total, largest, rng):
     """Random chunk sizes of at most `largest` that add up to total."""
     chunks = []
     while sum(chunks) < total:
@@ -559,7 +559,7 @@ def test_a_window_equals_the_reference_with_that_band_wrapped_or_not(window, sla
     largest = slack + 1
     rng = np.random.default_rng(0)
     full_chunks = [largest] * (50 // largest) + [50 % largest] * bool(50 % largest)
-    for chunks in ([1] * 50, full_chunks, cut(50, largest, rng), cut(50, largest, rng)):
+    for chunks in ([1] * 50, full_chunks, shorten(50, largest, rng), shorten(50, largest, rng)):
         cache = model.new_cache(batch=2, capacity=capacity, window=window)
         assert_close(feed(model, ids, cache, chunks), expected, 1e-5)
 
@@ -619,14 +619,14 @@ def test_bytes_follow_from_the_capacity_that_was_asked_for(batch, capacity, wind
     assert cache.nbytes == sum(slots.nbytes for slots in cache.keys + cache.values) == a_slot * capacity * batch
     model.forward(random_ids(batch, 4), cache)
     assert cache.nbytes == a_slot * capacity * batch
-    cache.select([0])
+    cache.reorder([0])
     assert cache.nbytes == a_slot * capacity
 
 
 def test_the_slots_in_use_are_handed_out_as_views():
     cache = KVCache(n_layer=2, n_head=2, d_head=4, capacity=10, batch=3, window=4)
     for _ in range(12):
-        plan = cache.extend(cache.length[:, None] + np.arange(2))
+        plan = cache.allocate(cache.length[:, None] + np.arange(2))
         for layer in range(2):
             new = np.ones((3, 2, 4, 2), np.float32)
             keys, values = cache.store(layer, plan, new, new)
@@ -687,7 +687,7 @@ def write_and_check(cache, lists, counts, stamp, more_padding=0):
     for row, count in enumerate(counts):
         lists.extend(row, stamps[row, pad[row] :].tolist())
         assert len(lists.stamps[row]) == starts[row] + count
-    plan = cache.extend(positions)
+    plan = cache.allocate(positions)
     assert cache.length.tolist() == [len(row) for row in lists.stamps]
     for layer in range(len(cache.keys)):
         # [B, 2, 1, T]: heads are told apart by the sign, keys from values by a factor, layers by what is added.
@@ -734,7 +734,7 @@ def test_a_chunk_larger_than_the_ring_is_refused(window):
     cache = KVCache(2, 2, 1, 8, window=window)
     before = state(cache)
     with pytest.raises(ValueError):
-        cache.extend(np.arange(9)[None])
+        cache.allocate(np.arange(9)[None])
     assert_unchanged(cache, before)
 
 
@@ -761,7 +761,7 @@ def test_any_series_of_extend_truncate_and_select_equals_a_plain_list(seed, wind
                 before = state(cache)
                 columns = np.arange(max(counts)) - (max(counts) - np.array(counts))[:, None]
                 with pytest.raises(ValueError):
-                    cache.extend(np.where(columns < 0, -1, cache.length[:, None] + columns))
+                    cache.allocate(np.where(columns < 0, -1, cache.length[:, None] + columns))
                 assert_unchanged(cache, before)
         elif action == "truncate":
             lengths = [len(row) for row in lists.stamps]
@@ -784,7 +784,7 @@ def test_any_series_of_extend_truncate_and_select_equals_a_plain_list(seed, wind
         else:
             same_size = rng.random() < 0.7
             rows = rng.integers(batch, size=batch if same_size else rng.integers(1, 5)).tolist()
-            cache.select(rows)
+            cache.reorder(rows)
             lists.select(rows)
             assert cache.batch == len(rows)
         # What the cache says it holds is what the lists hold.
@@ -815,16 +815,16 @@ def test_a_cache_of_no_use_is_refused(capacity, window, said):
 @pytest.mark.parametrize("window", [None, 1])
 def test_the_smallest_cache_holds_one_token(window):
     cache = KVCache(1, 1, 1, capacity=1, window=window)
-    assert cache.extend(np.array([[0]])).used == 1 and cache.length.tolist() == [1]
+    assert cache.allocate(np.array([[0]])).used == 1 and cache.length.tolist() == [1]
     assert cache.max_chunk == (0 if window is None else 1)
 
 
 def test_what_a_cache_refuses_is_named():
     """The row at fault, what it holds and what would fit."""
     cache = KVCache(1, 1, 1, capacity=6, batch=3)
-    cache.extend(np.array([[-1, -1, 0], [0, 1, 2], [-1, 0, 1]]))
+    cache.allocate(np.array([[-1, -1, 0], [0, 1, 2], [-1, 0, 1]]))
     with pytest.raises(ValueError, match=r"\b4 more tokens after 3\b.*\bcache of 6 slots"):
-        cache.extend(np.array([[1, 2, 3, 4], [3, 4, 5, 6], [2, 3, 4, 5]]))
+        cache.allocate(np.array([[1, 2, 3, 4], [3, 4, 5, 6], [2, 3, 4, 5]]))
     with pytest.raises(ValueError, match=r"\[1, 3, 3\].*\[1, 3, 2\]"):
         cache.truncate([1, 3, 3])
     with pytest.raises(ValueError, match=r"first 2 positions.*\[1, 3, 2\]"):
@@ -835,20 +835,20 @@ def test_what_a_cache_refuses_is_named():
         assert str(error.value).startswith(f"length is {length!r};") and "whole number" in str(error.value)
     for rows in ([0, 3], [-1], [0.0], [True]):
         with pytest.raises(ValueError) as error:
-            cache.select(rows)
+            cache.reorder(rows)
         assert str(error.value).startswith(f"rows is {rows};") and "from 0 to 2" in str(error.value)
-    cache.select(np.array([2, 0], np.uint8))
+    cache.reorder(np.array([2, 0], np.uint8))
     cache.truncate(np.uint8(1))
     assert cache.length.tolist() == [1, 1]
-    cache.select([])
+    cache.reorder([])
     assert cache.batch == 0 and cache.keys[0].shape == cache.values[0].shape == (0, 1, 1, 6)
-    cache.select([])  # no rows of none
+    cache.reorder([])  # no rows of none
 
     ring = KVCache(1, 1, 1, capacity=5, batch=2, window=4)
     for at in range(8):
-        ring.extend(np.array([[-1], [at]]))
+        ring.allocate(np.array([[-1], [at]]))
     with pytest.raises(ValueError, match=r"\b3 more tokens after 8\b.*window of 4 of 5 slots"):
-        ring.extend(np.array([[-1, -1, 0], [8, 9, 10]]))
+        ring.allocate(np.array([[-1, -1, 0], [8, 9, 10]]))
     with pytest.raises(ValueError, match=r"row 1 from 8 to 5 tokens.* 5 slots.* window of 4\b"):
         ring.truncate([0, 5])
 
@@ -998,14 +998,14 @@ def test_select_equals_computing_the_chosen_rows_anew(rows, shared):
     second, third = random_ids(len(rows), 4, seed=2), random_ids(len(rows), 3, seed=3)
     cache = model.new_cache(batch=4, capacity=20)
     model.forward(first, cache)
-    cache.select(rows, shared=shared)
+    cache.reorder(rows, shared=shared)
     assert cache.batch == len(rows) and cache.length.tolist() == [9] * len(rows)
     texts = np.concatenate([first[rows], second], axis=1)
     expected = np.stack([reference_logits(config, params, text)[9:] for text in texts])
     assert_close(feed(model, second, cache, [1, 3]), expected, 1e-5)
     # Rows that were copied from one parent go their own ways, and can be chosen from again.
     again = np.arange(len(rows))[::-1]
-    cache.select(again, shared=shared)
+    cache.reorder(again, shared=shared)
     texts = np.concatenate([texts[again], third], axis=1)
     expected = np.stack([reference_logits(config, params, text)[13:] for text in texts])
     assert_close(feed(model, third, cache, [2, 1]), expected, 1e-5)
@@ -1016,7 +1016,7 @@ def test_one_prompt_is_spread_over_many_rows():
     prompt = random_ids(7)
     cache = model.new_cache(capacity=12)
     model.forward(prompt[None], cache)
-    cache.select([0] * 5, shared=7)
+    cache.reorder([0] * 5, shared=7)
     assert cache.batch == 5 and cache.nbytes == 5 * model.new_cache(capacity=12).nbytes
     second = random_ids(5, 5, seed=2)
     logits = feed(model, second, cache, [1] * 5)
@@ -1032,7 +1032,7 @@ def test_select_keeps_each_rows_own_length(rows):
     cache = model.new_cache(batch=4, capacity=20)
     ids, pad = ragged(texts)
     model.forward(ids, cache, pad=pad)
-    cache.select(rows)
+    cache.reorder(rows)
     assert cache.length.tolist() == [len(texts[r]) for r in rows]
     second = random_ids(len(rows), 5, seed=2)
     logits = feed(model, second, cache, [1, 4])
@@ -1050,7 +1050,7 @@ def test_select_in_a_ring_wrapped_or_not(rows, written, shared):
     first[:, :4] = first[0, :4]
     cache = model.new_cache(batch=4, capacity=8, window=5)
     feed(model, first, cache, [4] * (written // 4) + [1] * (written % 4))
-    cache.select(rows, shared=shared)
+    cache.reorder(rows, shared=shared)
     second = random_ids(len(rows), 9, seed=2)
     logits = feed(model, second, cache, [4, 1, 4])
     texts = np.concatenate([first[rows], second], axis=1)
@@ -1069,7 +1069,7 @@ def test_select_copies_shared_positions_to_a_row_that_has_lost_them():
     for token in long[4:]:
         model.forward([[token], [0]], cache, pad=[0, 1])
     cache.truncate([9, 4])
-    cache.select([1, 1], shared=3)
+    cache.reorder([1, 1], shared=3)
     logits = model.forward([[20], [21]], cache)
     for row, token in enumerate((20, 21)):
         assert_close(logits[row], reference_logits(config, params, [*short, token], 5)[-1], 1e-5)
@@ -1081,9 +1081,9 @@ def test_select_and_truncate_together():
     first = random_ids(3, 20, seed=1)
     cache = model.new_cache(batch=3, capacity=9, window=5)
     feed(model, first, cache, [5] * 4)
-    cache.select([2, 0, 0])
+    cache.reorder([2, 0, 0])
     cache.truncate([18, 20, 16])
-    cache.select([1, 2, 0])
+    cache.reorder([1, 2, 0])
     second = random_ids(3, 7, seed=2)
     logits = feed(model, second, cache, [3, 4])
     for i, (row, length) in enumerate([(0, 20), (0, 16), (2, 18)]):
@@ -1104,11 +1104,11 @@ def test_max_chunk_is_the_most_that_fits(window):
         most = cache.max_chunk
         before = cache.length.copy()
         with pytest.raises(ValueError, match="slots"):
-            cache.extend(positions([most + 1, most + 1]))
+            cache.allocate(positions([most + 1, most + 1]))
         assert (cache.length == before).all()
         if most == 0:
             break  # without a window a full cache stays full
-        cache.extend(positions([int(rng.integers(1, most + 1)), int(rng.integers(1, most + 1))]))
+        cache.allocate(positions([int(rng.integers(1, most + 1)), int(rng.integers(1, most + 1))]))
     assert (most == 0) == (window is None)
 
 
@@ -1120,7 +1120,7 @@ def test_a_prefix_is_what_was_stored_at_the_first_positions():
     # layer, K or V, [B, H, D, T]
     stored = np.random.default_rng(0).standard_normal((2, 2, 2, 2, 3, 6)).astype(np.float32)
     for at in (0, 4):
-        plan = cache.extend(np.arange(at, min(at + 4, 6))[None].repeat(2, axis=0))
+        plan = cache.allocate(np.arange(at, min(at + 4, 6))[None].repeat(2, axis=0))
         for layer in range(2):
             cache.store(layer, plan, *stored[layer, ..., at : at + 4])
     for layer in range(2):
@@ -1138,9 +1138,9 @@ def test_a_prefix_is_what_was_stored_at_the_first_positions():
 
 def test_a_prefix_that_the_ring_has_overwritten_is_refused():
     cache = KVCache(1, 1, 1, capacity=5, window=3)
-    cache.extend(np.arange(5)[None])
+    cache.allocate(np.arange(5)[None])
     assert cache.prefix(0, 5)[0].shape == (1, 1, 1, 5)
-    cache.extend(np.array([[5]]))
+    cache.allocate(np.array([[5]]))
     for length in (1, 5, 6):
         with pytest.raises(ValueError, match="positions"):
             cache.prefix(0, length)
@@ -1270,7 +1270,7 @@ class CacheMachine(RuleBasedStateMachine):
         batch, shares, stays = len(self.rows.tokens), data.draw(st.booleans()), data.draw(st.booleans())
         size = batch if stays else data.draw(st.integers(1, self.MOST_ROWS))
         rows = data.draw(st.lists(st.integers(0, batch - 1), min_size=size, max_size=size))
-        self.cache.select(rows, shared=self.rows.shared() if shares else 0)
+        self.cache.reorder(rows, shared=self.rows.shared() if shares else 0)
         self.rows.select(rows)
 
     @precondition(lambda self: hasattr(self, "rows"))
@@ -1299,7 +1299,7 @@ class KeysAndValues(CacheMachine):
         columns = np.arange(width) - (width - np.array(counts))[:, None]
         starts = self.lengths
         positions = np.where(columns < 0, -1, np.array(starts)[:, None] + columns)
-        plan = self.cache.extend(positions)
+        plan = self.cache.allocate(positions)
         for row, count in enumerate(counts):
             self.rows.extend(row, new[row, width - count :].tolist())
         for layer in range(2):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import minigen
-from minigen.files.hub import find
+from minigen.files.hub import resolve_checkpoint
 
 pytestmark = pytest.mark.hub
 CASES = json.loads((Path(__file__).parents[1] / "data" / "known_outputs.json").read_text())["cases"]
@@ -19,7 +19,7 @@ def loaded():
 
     def load(name):
         try:
-            find(name)
+            resolve_checkpoint(name)
         except OSError as error:
             pytest.skip(str(error))
         if name not in models:

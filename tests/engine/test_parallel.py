@@ -13,7 +13,7 @@ import pytest
 from minigen.engine import linear as linear_module
 from minigen.engine import ops
 from minigen.engine import parallel as threads
-from minigen.engine.linear import lay_out, linear
+from minigen.engine.linear import linear, pack_weight
 from minigen.engine.ops import attention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,7 +148,7 @@ RUN = (
     "import numpy as np; from minigen.engine import linear, ops, parallel as threads;"
     "threads.THREADS = ops.THREADS = linear.THREADS = 2;"
     "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
-    "weight = linear.lay_out(w, 'rows');"
+    "weight = linear.pack_weight(w, 'rows');"
     "right = lambda: np.array_equal(linear.linear(x, weight), x @ w);"  # small whole numbers: exact in any order
 )
 
@@ -184,7 +184,7 @@ print(os.waitpid(child, 0)[1], right())
 def test_linear_on_several_threads_is_the_same_product(three_threads, order):
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((768, 1403)).astype(np.float32)
-    weight = lay_out(matrix, order)
+    weight = pack_weight(matrix, order)
     for n_rows in (1, 2, 5, 16, 17, 31):
         x = rng.standard_normal((n_rows, 768)).astype(np.float32)
         np.testing.assert_allclose(linear(x, weight), x.astype(float) @ matrix.astype(float), atol=5e-4)
@@ -193,7 +193,7 @@ def test_linear_on_several_threads_is_the_same_product(three_threads, order):
 def test_two_threads_may_use_one_weight_at_once(three_threads):
     rng = np.random.default_rng(0)
     matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
-    weight = lay_out(matrix, "rows")
+    weight = pack_weight(matrix, "rows")
     wrong = []
 
     def run(seed):
@@ -268,7 +268,7 @@ def test_elementwise_is_the_function_of_every_value(columns):
 
 @pytest.mark.parametrize("slow", ["blocks", "plain", "rows", "columns"])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
-    real_blocks, real_singles = linear_module._by_blocks, linear_module._one_by_one
+    real_blocks, real_singles = linear_module._blocked_matmul, linear_module._rowwise_matmul
 
     def by_blocks(x, blocks):
         rows = blocks.strides[1] < blocks.strides[2]
@@ -282,9 +282,9 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
         return real_singles(x, weight)
 
     monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
-    monkeypatch.setattr(linear_module, "_by_blocks", by_blocks)
-    monkeypatch.setattr(linear_module, "_one_by_one", one_by_one)
-    found = linear_module._order.__wrapped__()
+    monkeypatch.setattr(linear_module, "_blocked_matmul", by_blocks)
+    monkeypatch.setattr(linear_module, "_rowwise_matmul", one_by_one)
+    found = linear_module._choose_layout.__wrapped__()
     assert found in {"blocks": ["plain"], "plain": ["rows", "columns"], "rows": ["columns"], "columns": ["rows"]}[slow]
 
 
@@ -293,8 +293,8 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
 )
 def test_minigen_linear_forces_a_layout(asked, n_blocks, contiguous):
     code = (
-        "import numpy as np; from minigen.engine.linear import lay_out;"
-        "blocks = lay_out(np.ones((100, 256), np.float32)).blocks;"
+        "import numpy as np; from minigen.engine.linear import pack_weight;"
+        "blocks = pack_weight(np.ones((100, 256), np.float32)).blocks;"
         "print(*(None, 1) if blocks is None else (len(blocks), blocks.strides.index(4)))"
     )
     assert python(code, MINIGEN_LINEAR=asked) == f"{n_blocks} {contiguous}\n"
@@ -319,7 +319,7 @@ def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in, o
         sizes.append((a.shape[-2], a.shape[-2] * a.shape[-1] * b.shape[-1]))
         return real(a, b, out=out)
 
-    weight = lay_out(np.ones((n_in, 70), np.float32), order)
+    weight = pack_weight(np.ones((n_in, 70), np.float32), order)
     monkeypatch.setattr(ops.np, "matmul", matmul)
     for n_rows in (1, 2, 3, 8, 9, 16, 17, 31):
         linear(np.ones((n_rows, n_in), np.float32), weight)

@@ -36,7 +36,14 @@ from minigen.engine import speculative
 from minigen.engine.decode import DecodingConfig, Row, Stopwatch, feed
 from minigen.engine.model import GPT2, GPT2Config
 from minigen.engine.sampler import History, SamplingConfig, draw, probs
-from minigen.engine.speculative import DraftLength, ModelDrafter, NgramDrafter, SpeculationConfig, speculate, verify
+from minigen.engine.speculative import (
+    AdaptiveDraftLength,
+    ModelDrafter,
+    PromptLookupDrafter,
+    SpeculationConfig,
+    speculate,
+    verify,
+)
 from minigen.text.tokenizer import Tokenizer
 from tests.oracles.reference import reference_logits
 from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
@@ -68,7 +75,7 @@ class IdCache:
         assert 0 <= length <= len(self.ids)
         del self.ids[length:]
 
-    def select(self, rows):
+    def reorder(self, rows):
         assert list(rows) == [0]
 
 
@@ -90,7 +97,7 @@ class StandIn:
     def new_cache(self, batch=1, capacity=None, window=None):
         return IdCache(capacity)
 
-    def forward(self, ids, cache, *, pad=None, last_only=True, attended=None):
+    def forward(self, ids, cache, *, pad=None, last_only=True, attention_hook=None):
         (ids,) = ids
         cache.ids.extend(map(int, ids))
         assert len(cache.ids) <= cache.capacity
@@ -476,7 +483,7 @@ def test_ngram_drafts_stay_exact(experiment, name):
     expected = enumerate_target(target.logits_of, sampling)
     for k in (1, 2, 3, 5):
         found = experiment.run(
-            target, None, sampling, k, drafter=lambda draft, V, context, sampling, config: NgramDrafter(V, 2)
+            target, None, sampling, k, drafter=lambda draft, V, context, sampling, config: PromptLookupDrafter(V, 2)
         )
         assert largest_difference(found, expected) < 1e-12
     assert any(from_draft for _, steps in experiment.steps for _, from_draft in steps)
@@ -487,11 +494,11 @@ def test_auto_stays_exact(experiment, monkeypatch, name):
     # A clock that gives each path the same times, or the paths could not be followed twice.
     sampling = SamplingConfig(**SETTINGS[name])
     target, draft = stand_in_pair(seed=9, V=3)
-    monkeypatch.setattr(DraftLength, "record", lambda *_: None)
-    monkeypatch.setattr(DraftLength, "choose", lambda self: next(self.lengths))
+    monkeypatch.setattr(AdaptiveDraftLength, "record", lambda *_: None)
+    monkeypatch.setattr(AdaptiveDraftLength, "choose", lambda self: next(self.lengths))
     expected = enumerate_target(target.logits_of, sampling)
     for lengths in itertools.permutations(range(3)):
-        monkeypatch.setattr(DraftLength, "__init__", lambda self, x=lengths: setattr(self, "lengths", iter(x)))
+        monkeypatch.setattr(AdaptiveDraftLength, "__init__", lambda self, x=lengths: setattr(self, "lengths", iter(x)))
         found = experiment.run(target, draft, sampling, "auto")
         assert largest_difference(found, expected) < 1e-12
 
@@ -988,7 +995,7 @@ class Forced(GPT2):
         super().__init__(config, params)
         self.right, self.n, self.place = right, n, 0
 
-    def forward(self, ids, cache=None, *, pad=None, last_only=True, attended=None):
+    def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
         logits = super().forward(ids, cache, pad=pad, last_only=last_only)
         token = self.right[cache.length[0]]
         if self.place >= self.n:
@@ -1400,7 +1407,7 @@ def slow_lookup(ids, k, longest):
 
 
 def propose(ids, k, longest, V=10):
-    return NgramDrafter(V, longest).propose(SimpleNamespace(context=ids), k)
+    return PromptLookupDrafter(V, longest).propose(SimpleNamespace(context=ids), k)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 6), st.integers(1, 5))
@@ -1478,13 +1485,13 @@ def auto_rounds(monkeypatch, model, draft, *, target_cost, draft_cost, prompt=(0
     """(completion, the number of tokens drafted in each round), the costs being (seconds a pass, seconds a token)."""
     clock, rounds = Clock(), []
     monkeypatch.setattr(speculative, "time", clock)
-    honest_record = DraftLength.record
+    honest_record = AdaptiveDraftLength.record
 
     def record(self, drafted, *args):
         rounds.append(drafted)
         honest_record(self, drafted, *args)
 
-    monkeypatch.setattr(DraftLength, "record", record)
+    monkeypatch.setattr(AdaptiveDraftLength, "record", record)
     letters = Letters(model.config.vocab_size)
     plain = generate_one(model, letters, list(prompt), temperature=0, max_tokens=max_tokens, **options)
     done = generate_one(
@@ -1518,28 +1525,28 @@ def test_auto_drafts_much_where_drafts_are_right_and_cheap(monkeypatch):
     model = oracle(8, 1)
     done, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(0.5,))
     assert rounds[:2] == [0, 4]  # one of each is measured first
-    assert set(rounds[5:-1]) == {DraftLength.MOST}
+    assert set(rounds[5:-1]) == {AdaptiveDraftLength.MOST}
     assert done.speculation.accepted + done.speculation.target_passes == 200
 
 
 def test_auto_gives_up_where_drafts_are_wrong(monkeypatch):
     model = oracle(8, 1)
     _, rounds = auto_rounds(monkeypatch, model, worst_of(model), target_cost=(10,), draft_cost=(0.5,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // DraftLength.RETRY + 1
+    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
     assert any(rounds[50:])  # but tries again
 
 
 def test_auto_gives_up_where_drafts_cost_as_much_as_they_save(monkeypatch):
     model = oracle(8, 1)
     _, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(11,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // DraftLength.RETRY + 1
+    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
 
 
 def test_auto_drafts_little_where_checking_is_dear(monkeypatch):
     # Checking a token costs as much as generating it: drafts, though right, do not pay.
     model = oracle(8, 1)
     _, rounds = auto_rounds(monkeypatch, model, model, target_cost=(0.1, 10), draft_cost=(0.5,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // DraftLength.RETRY + 1
+    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
 
 
 def worst_of(stand_in):
@@ -1551,7 +1558,7 @@ def test_auto_comes_back_when_drafts_get_better(monkeypatch):
     late = StandIn(lambda ids: model.logits_of(ids) * (1 if len(ids) > 150 else -1), 8)
     _, rounds = auto_rounds(monkeypatch, model, late, target_cost=(10,), draft_cost=(0.5,), max_tokens=500)
     assert len([n for n in rounds[50:140] if n]) <= 3
-    assert set(rounds[-5:-1]) == {DraftLength.MOST}
+    assert set(rounds[-5:-1]) == {AdaptiveDraftLength.MOST}
 
 
 def test_auto_does_not_charge_the_drafts_prompt_to_its_drafts(monkeypatch):
@@ -1568,7 +1575,7 @@ def test_auto_does_not_charge_the_drafts_prompt_to_its_drafts(monkeypatch):
 def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
     # From Leviathan et al. 2023, equation 1: (1 - a^(k+1)) / (1 - a) tokens for 1 + c k. The running mean of what was
     # accepted wanders about a, so the choice may miss the best k, but not by more than a tenth of its speed on average.
-    length, rng = DraftLength(), np.random.default_rng(0)
+    length, rng = AdaptiveDraftLength(), np.random.default_rng(0)
 
     def speed(k):
         return sum(acceptance**i for i in range(k + 1)) / (1 + draft_cost * k)
@@ -1576,20 +1583,20 @@ def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
     tokens = seconds = 0.0
     for n in range(1500):
         k = length.choose()
-        assert 0 <= k <= DraftLength.MOST
+        assert 0 <= k <= AdaptiveDraftLength.MOST
         accepted = 0
         while accepted < k and rng.random() < acceptance:
             accepted += 1
         length.record(k, accepted, draft_cost * k, 1.0)
         if n >= 100:
             tokens, seconds = tokens + accepted + 1, seconds + 1 + draft_cost * k
-    assert tokens / seconds > 0.9 * max(map(speed, range(DraftLength.MOST + 1)))
+    assert tokens / seconds > 0.9 * max(map(speed, range(AdaptiveDraftLength.MOST + 1)))
 
 
 def test_auto_keeps_running_means():
     # By hand: the first value as it is, then nine parts of the old and one of the new. Acceptance starts at 0.7 and
     # takes a 1 for each accepted draft and a 0 for the first rejected one.
-    length = DraftLength()
+    length = AdaptiveDraftLength()
     length.record(0, 0, 5.0, 8.0)
     assert (length.acceptance, length.draft_seconds, length.target_seconds) == (0.7, 0.0, {0: 8.0})
     length.record(4, 2, 4.0, 10.0)
@@ -1610,7 +1617,7 @@ def test_auto_keeps_running_means():
 def test_auto_chooses_the_best_of_the_formula(seed):
     # Seconds of passes that were not measured lie on a line between those that were; beyond them, they stay the same.
     rng = np.random.default_rng(seed)
-    length, plain, four = DraftLength(), *rng.uniform(1, 3, 2)
+    length, plain, four = AdaptiveDraftLength(), *rng.uniform(1, 3, 2)
     assert length.choose() == 0
     length.record(0, 0, 0.0, plain)
     assert length.choose() == 4
@@ -1624,7 +1631,7 @@ def test_auto_chooses_the_best_of_the_formula(seed):
 
 
 def test_auto_tries_drafts_again_after_every_32nd_plain_round():
-    length = DraftLength()
+    length = AdaptiveDraftLength()
     length.record(0, 0, 0.0, 1.0)
     length.record(4, 0, 40.0, 1.0)  # a draft that is dear
     assert [length.choose() for _ in range(192)] == ([0] * 31 + [4]) * 6

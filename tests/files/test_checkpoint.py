@@ -18,8 +18,8 @@ import pytest
 
 import minigen
 from minigen.engine.model import GPT2
-from minigen.files.checkpoint import load_config, read_tensors
-from minigen.files.hub import find
+from minigen.files.checkpoint import load_config, load_weights
+from minigen.files.hub import resolve_checkpoint
 from tests.golden.make_logits import stored_params
 from tests.oracles import reference
 from tests.oracles.reference import reference_logits
@@ -49,7 +49,7 @@ N_LAYER_NAMES = 12  # parameters in a layer
 def read(folder):
     """The model of a folder that needs no tokenizer."""
     config = load_config(folder)
-    return GPT2(config, read_tensors(folder, config))
+    return GPT2(config, load_weights(folder, config))
 
 
 def read_in_silence(folder):
@@ -514,7 +514,7 @@ def test_a_file_of_another_size_is_refused_with_both_sizes(tmp_path, plain, chan
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, plain):
     """L09: cut off after its header was read."""
     shutil.copytree(plain[0], tmp_path, dirs_exist_ok=True)
-    tensors = read_tensors(tmp_path, load_config(tmp_path))
+    tensors = load_weights(tmp_path, load_config(tmp_path))
     os.truncate(tmp_path / "model.safetensors", 3000)
     refused(lambda: dict(tensors), tmp_path / "model.safetensors", "shorter")
 
@@ -966,7 +966,7 @@ def test_the_comparisons_tell_activations_and_flags_apart():
 SIZES_SCRIPT = """
 import json, resource, sys, time
 from pathlib import Path
-from minigen.files.checkpoint import load_config, read_tensors
+from minigen.files.checkpoint import load_config, load_weights
 
 folder, sizes = Path(sys.argv[1]), json.loads(sys.argv[2])
 memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**28
@@ -978,7 +978,7 @@ for size in sizes:
     (folder / "config.json").write_text(json.dumps(good | size))
     start = time.process_time()
     try:
-        read_tensors(folder, load_config(folder))
+        load_weights(folder, load_config(folder))
     except ValueError:
         assert time.process_time() - start < 0.5, "slow"
     else:
@@ -1074,7 +1074,7 @@ def test_a_folder_is_loaded_by_any_spelling_of_its_path(byte_checkpoint, monkeyp
 @pytest.mark.parametrize("name", ["fairytale", "distilfairytale"])
 def test_a_bundled_model_is_loaded_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find(name) == WEIGHTS / name
+    assert resolve_checkpoint(name) == WEIGHTS / name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, tokenizer = minigen.load(name)
@@ -1094,7 +1094,7 @@ def test_a_bundled_model_is_loaded_by_name(name, tmp_path, monkeypatch):
 def test_the_default_is_the_bundled_fairytale(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, _ = minigen.load()
-    assert find() == find(None) == WEIGHTS / "fairytale"
+    assert resolve_checkpoint() == resolve_checkpoint(None) == WEIGHTS / "fairytale"
     np.testing.assert_array_equal(model.params["wpe.weight"], stored_params(WEIGHTS / "fairytale")["wpe.weight"])
 
 
@@ -1105,7 +1105,7 @@ def test_the_default_is_not_looked_for_in_the_working_directory(tmp_path, monkey
         Path("fairytale").write_text("Once upon a time")
     else:
         Path("fairytale").mkdir()
-    assert find(None) == WEIGHTS / "fairytale"
+    assert resolve_checkpoint(None) == WEIGHTS / "fairytale"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "fairytale", "openai-community/gpt2"])
@@ -1113,7 +1113,7 @@ def test_an_existing_local_folder_wins(byte_checkpoint, tmp_path, monkeypatch, n
     _, config, params = byte_checkpoint
     monkeypatch.chdir(tmp_path)
     write_byte_vocab(write_checkpoint(Path(name), config, params))
-    assert find(name).resolve() == tmp_path / name
+    assert resolve_checkpoint(name).resolve() == tmp_path / name
     assert_equals_reference(minigen.load(name)[0], config, params)
 
 
@@ -1121,7 +1121,7 @@ def test_an_existing_local_folder_wins(byte_checkpoint, tmp_path, monkeypatch, n
 def test_a_file_in_place_of_a_folder_is_refused(byte_checkpoint, file):
     path = byte_checkpoint[0] / file
     for name in (path, str(path)):
-        refused(lambda name=name: find(name), path, "folder", kind=OSError)
+        refused(lambda name=name: resolve_checkpoint(name), path, "folder", kind=OSError)
 
 
 NO_NAMES = ["nosuch", "fairytales", "./nosuch", "../nosuch", "/no/such/folder", "~/nosuch", "~nosuchuser", "/x"]
@@ -1133,7 +1133,7 @@ NO_NAMES += ["a\0b", "\ud800", "x" * 5000]
 def test_a_name_that_is_nothing_is_refused_at_once(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # to import it is an ImportError
-    refused(lambda: find(name), kind=OSError)
+    refused(lambda: resolve_checkpoint(name), kind=OSError)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

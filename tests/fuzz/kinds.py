@@ -22,7 +22,7 @@ import numpy as np
 import minigen
 from minigen import GPT2, Tokenizer
 from minigen.command import main as cli
-from minigen.files.checkpoint import load_config, read_tensors
+from minigen.files.checkpoint import load_config, load_weights
 from tests.fuzz.judge import Wrong, parameters
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
 from tests.oracles.reference import reference_logits
@@ -200,7 +200,7 @@ class Checkpoint(Kind):
         try:
             with measured(size_of(self.input) + SLACK):
                 loaded = load_config(self.input)
-                params = dict(read_tensors(self.input, loaded))
+                params = dict(load_weights(self.input, loaded))
                 logits = GPT2(loaded, params).forward([[0, 1]], last_only=False)[0]
         except (ValueError, OSError) as error:
             check_sentence(error, self.input)

@@ -90,7 +90,7 @@ class Counting:
 
     def forward(self, ids, cache, last_only=True):
         positions = cache.length[:, None] + np.arange(ids.shape[1])  # [1, T]
-        cache.extend(positions)
+        cache.allocate(positions)
         assert positions.max() < self.config.n_positions
         self.most_logits = max(self.most_logits, 1 if last_only else ids.shape[1])
         p = np.exp(-(positions[0] + 1.0))  # [T]

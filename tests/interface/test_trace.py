@@ -19,7 +19,7 @@ import pytest
 import minigen
 from minigen import GPT2, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
 from minigen.command import main as cli
-from minigen.tracing.recorder import Recorder, stages, traced
+from minigen.tracing.recorder import Recorder, stages, stream_with_trace
 from tests.oracles.reference import layer_norm, reference_logits
 from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
@@ -213,7 +213,7 @@ def test_a_traced_run_gives_what_an_untraced_one_gives(runs, tok, tmp_path, mode
 def test_the_hook_changes_no_bit_of_the_logits():
     ids, calls = np.arange(20).reshape(2, 10), []
     plain = tiny().model.forward(ids)
-    watched = tiny().model.forward(ids, attended=lambda *arguments: calls.append(arguments))
+    watched = tiny().model.forward(ids, attention_hook=lambda *arguments: calls.append(arguments))
     assert plain.tobytes() == watched.tobytes()
     assert [arguments[0] for arguments in calls] == [0, 1, 2]
 
@@ -222,9 +222,9 @@ def test_the_hook_changes_no_bit_of_the_logits():
 def test_without_a_trace_nothing_is_recorded_and_the_hook_is_off(tok, tmp_path, monkeypatch, mode):
     options, forward, hooks = options_of(mode, tok, tmp_path), GPT2.forward, []
 
-    def watched(self, *args, attended=None, **kwargs):
-        hooks.append(attended)
-        return forward(self, *args, attended=attended, **kwargs)
+    def watched(self, *args, attention_hook=None, **kwargs):
+        hooks.append(attention_hook)
+        return forward(self, *args, attention_hook=attention_hook, **kwargs)
 
     monkeypatch.setattr(GPT2, "forward", watched)
     for name in [name for name in vars(Recorder) if callable(getattr(Recorder, name))]:
@@ -526,15 +526,15 @@ def test_p_and_q_are_the_models_own_and_the_rule_decides(runs, mode):
 
 
 def test_uniforms_of_speculation_are_the_generators_own(runs):
-    def shown(mode):
+    def short_repr(mode):
         choices = runs(mode).data["choices"]
         return [u for c in choices for u in (c.get("draft", {}).get("u"), c["u"]) if u is not None]
 
     # Looked-up drafts are not drawn: all that the generator gives is seen.
-    found = shown("n-grams")
+    found = short_repr("n-grams")
     assert len(found) > 5 and found == np.random.default_rng([5, 0]).random(len(found)).tolist()
     # Those of a model are, in between.
-    given, found = iter(np.random.default_rng([5, 0]).random(200).tolist()), shown("draft model")
+    given, found = iter(np.random.default_rng([5, 0]).random(200).tolist()), short_repr("draft model")
     assert len(found) > 5 and all(u in given for u in found)
 
 
@@ -571,7 +571,11 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     options = ["--max-tokens 2", "--seed 1", "logits_processors"]
     found = data_of(file)["about"]
     assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
-    list(traced(tiny().model, tok, PROMPT, file, names=("one", "two"), draft_model=(draft_model().model, tok), seed=1))
+    list(
+        stream_with_trace(
+            tiny().model, tok, PROMPT, file, names=("one", "two"), draft_model=(draft_model().model, tok), seed=1
+        )
+    )
     assert data_of(file)["about"][:2] == [f"model: one, {size}", f"drafts: two, {size}"]
     minigen.trace(tiny().model, tok, PROMPT, file, prompt_lookup_num_tokens=2, seed=1)
     assert "drafts: n-gram lookup in the text" in data_of(file)["about"]
@@ -597,7 +601,7 @@ def test_a_hundred_tokens_of_the_bundled_model_are_less_than_300_kilobytes(file)
 
 
 def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch):
-    monkeypatch.setattr(MODULE, "MOST_CHOICES", 7)
+    monkeypatch.setattr(MODULE, "MAX_TOKENS", 7)
     done = minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
     assert done[0].token_ids == generate(tiny().model, tok, PROMPT, max_tokens=20, seed=5)[0].token_ids
@@ -608,7 +612,7 @@ def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, num_beams=3, ignore_eos=True)
     data = data_of(file)
     assert (data["asked"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
-    monkeypatch.setattr(MODULE, "MOST_WEIGHTS", 200)
+    monkeypatch.setattr(MODULE, "MAX_ATTENTION_WEIGHTS", 200)
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
     kept = [choice["attention"][2] for _, choice in all_choices(data) if choice["attention"]]
@@ -616,7 +620,7 @@ def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch
 
 
 def test_a_run_that_is_left_early_is_shown_so_far(tok, file):
-    steps = traced(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
+    steps = stream_with_trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     for _ in range(3):
         next(steps)
     steps.close()

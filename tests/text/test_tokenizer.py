@@ -24,7 +24,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minigen.text.stream import StopMatcher, Utf8Stream
+from minigen.text.stream import IncrementalUtf8Decoder, StopMatcher
 from minigen.text.tokenizer import Tokenizer
 from tests.golden import nasty_strings
 
@@ -103,7 +103,7 @@ def bytes_vocab():
 
 def stream_text(tokenizer, ids, stops=()):
     """([text shown after each id ..., at the end], the stop that matched): the two ends of a stream put together."""
-    utf8, matcher, shown = Utf8Stream(), StopMatcher(list(stops)), []
+    utf8, matcher, shown = IncrementalUtf8Decoder(), StopMatcher(list(stops)), []
     for token in ids:
         shown.append(matcher.push(utf8.push(tokenizer.token_bytes(token))))
         if matcher.matched is not None:
@@ -812,7 +812,7 @@ def _without_end(data, beginnings):
 
 def check_utf8_stream(chunks):
     """What has been shown after each push, against decoding all bytes so far at once."""
-    stream, shown, seen = Utf8Stream(), "", b""
+    stream, shown, seen = IncrementalUtf8Decoder(), "", b""
     for chunk in chunks:
         piece = stream.push(chunk)
         assert isinstance(piece, str)
@@ -834,7 +834,7 @@ broken = st.sampled_from(
 nasty_bytes = st.lists(st.one_of(characters, broken, st.binary(max_size=3)), max_size=8).map(b"".join)
 
 
-def cut(data, places):
+def shorten(data, places):
     """`data` (bytes or str) cut at `places`, numbers that need not be sorted, distinct or inside."""
     edges = [0, *sorted(min(place, len(data)) for place in places), len(data)]
     return [data[a:b] for a, b in itertools.pairwise(edges)]
@@ -850,7 +850,7 @@ places = st.lists(st.integers(0, 24), max_size=12)
 @example(b"\xf0\x9f\x98\xf0\x9f\x98\x80", range(7))
 def test_any_bytes_in_any_pieces(data, where):
     """T01: characters broken between tokens."""
-    check_utf8_stream(cut(data, where))
+    check_utf8_stream(shorten(data, where))
 
 
 @many
@@ -862,7 +862,7 @@ def test_any_bytes_one_at_a_time(data):
 def test_every_way_to_cut_a_few_characters():
     data = "\u00e9\u4f60\U0001f600".encode() + b"\xf0\x9f"
     for cuts in itertools.product([False, True], repeat=len(data) - 1):
-        check_utf8_stream(cut(data, [i + 1 for i, here in enumerate(cuts) if here]))
+        check_utf8_stream(shorten(data, [i + 1 for i, here in enumerate(cuts) if here]))
 
 
 def test_a_character_of_several_tokens_comes_whole_and_at_once(gpt2):
@@ -989,7 +989,7 @@ letters = st.text("aab\u00e9\U0001f600", max_size=20)
 @given(st.lists(st.text("aab\u00e9\U0001f600", min_size=1, max_size=6), max_size=4), letters, places)
 @example(["aabaaab", "baab"], "aabaaabaab", [3, 5])
 def test_stop_strings_in_any_pieces(stops, text, where):
-    check_stops(stops, cut(text, where))
+    check_stops(stops, shorten(text, where))
 
 
 @many
@@ -999,7 +999,7 @@ def test_stops_that_do_occur(data, text, where):
     stop = text[start : data.draw(st.integers(start + 1, len(text)))]
     relatives = [stop + "a", stop[:-1] + "b", stop[1:] or "a", stop[:1], "b" + stop]
     others = data.draw(st.lists(st.sampled_from(relatives), max_size=2))
-    check_stops([stop, *others], cut(text, where))
+    check_stops([stop, *others], shorten(text, where))
 
 
 def test_nothing_is_shown_after_a_stop():
