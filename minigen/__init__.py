@@ -39,12 +39,11 @@ def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from minigen.api import generate, load, stream
-    from minigen.engine.beam import BeamConfig
     from minigen.engine.cache import KVCache
-    from minigen.engine.decode import Completion, DecodingConfig, PrefixCache, Step
+    from minigen.engine.decode import Completion, PrefixCache, Step
     from minigen.engine.model import GPT2, GPT2Config
-    from minigen.engine.sampler import History, SamplingConfig, draw, probs
-    from minigen.engine.speculative import SpeculationConfig
+    from minigen.engine.sampler import History, draw, probs
+    from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
     from minigen.scoring import Score, score
     from minigen.session import Session
     from minigen.text.tokenizer import Tokenizer

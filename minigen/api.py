@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from minigen.engine.beam import BeamConfig, beam_search
-from minigen.engine.decode import NO_HOOKS, DecodingConfig, PrefixCache, Row, Stopwatch, decode, exclusive
+from minigen.engine.beam import beam_search
+from minigen.engine.decode import NO_HOOKS, PrefixCache, Row, Stopwatch, decode, exclusive
 from minigen.engine.model import GPT2
-from minigen.engine.sampler import SamplingConfig
-from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, SpeculationConfig, speculate
+from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, speculate
 from minigen.engine.validation import is_int, require
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
+from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
 from minigen.text.tokenizer import Tokenizer
 
 

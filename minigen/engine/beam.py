@@ -13,34 +13,13 @@ if no window has wrapped the ring, only the slots after the prompt.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from minigen.engine.decode import NO_HOOKS, Step, feed, new_cache, prefill
 from minigen.engine.sampler import History, check_logits, log_softmax, process
-from minigen.engine.validation import is_int, is_number, require, to_python_numbers
 from minigen.text.stream import IncrementalUtf8Decoder
-
-
-@dataclass(frozen=True)
-class BeamConfig:
-    """The options of beam search. Raises ValueError, naming field, value and range."""
-
-    num_beams: int = 1  # >= 1: partial texts that are kept; 1 is no beam search
-    length_penalty: float = 1.0  # 0 ranks by the sum, which favours short texts; larger values favour longer ones
-    early_stopping: bool | str = False  # True: stop at num_beams finished texts; False: when the best unfinished one
-    # would lose if it ended now; "never": when it could not win at any length
-
-    def __post_init__(self):
-        to_python_numbers(self)
-        require(is_int(self.num_beams, 1), "num_beams", self.num_beams, "a whole number of 1 or more")
-        # Within these, length ** length_penalty is a number for every length.
-        ok = is_number(self.length_penalty) and abs(self.length_penalty) <= 10
-        require(ok, "length_penalty", self.length_penalty, "a number from -10 to 10")
-        ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
 
 
 class Candidate(NamedTuple):

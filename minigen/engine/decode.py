@@ -19,47 +19,12 @@ import numpy as np
 
 from minigen.engine.hooks import Hooks
 from minigen.engine.sampler import History, draw, log_softmax, probs
-from minigen.engine.validation import is_int, require, to_python_numbers
 from minigen.files.prompt_cache import common_prefix_length, restore, save, verify_last_token
 from minigen.text.stream import IncrementalUtf8Decoder, StopMatcher
 
 # Slots of a windowed cache beyond the window: what has wrapped is run in chunks of one more than this.
 WINDOW_SLACK = 63
 NO_HOOKS = Hooks()
-
-
-@dataclass(frozen=True)
-class DecodingConfig:
-    """How far a text goes and how it is run. Raises ValueError, naming field, value and range."""
-
-    max_tokens: int = 100  # >= 0: the most tokens to generate
-    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
-    seed: int | None = None  # >= 0; None takes a random one
-    num_return_sequences: int = 1  # >= 1: continuations of each prompt
-    logprobs: int | None = None  # >= 0: report log-probabilities, and those of this many best tokens; None is off
-    use_cache: bool = True  # False runs the whole text again for every token
-    window: int | None = None  # >= 1: each token sees only the last `window`; None: all before it
-    context_shift: bool = False  # at n_positions drop the older half of the text and go on
-    keep: int = 0  # >= 0: the first ids that a context shift never drops
-
-    def __post_init__(self):
-        to_python_numbers(self)
-        for name, least, optional in (
-            ("max_tokens", 0, False),
-            ("seed", 0, True),
-            ("num_return_sequences", 1, False),
-            ("logprobs", 0, True),
-            ("window", 1, True),
-            ("keep", 0, False),
-        ):
-            value = getattr(self, name)
-            allowed = f"a whole number of {least} or more" + (", or None" if optional else "")
-            require((optional and value is None) or is_int(value, least), name, value, allowed)
-        require(isinstance(self.stop, tuple), "stop", self.stop, "a text or a list of texts")
-        for stop in self.stop:
-            require(isinstance(stop, str) and stop, "stop", stop, "a text of one character or more, or a list of such")
-        for name in ("use_cache", "context_shift"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
 
 class TokenLogprob(NamedTuple):

@@ -12,13 +12,9 @@ needs no undoing.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-
-from minigen.engine.validation import is_int, is_number, require, to_python_numbers
 
 NEG_INF = np.float32(-np.inf)
 FLOAT32 = np.finfo(np.float32)
@@ -29,57 +25,6 @@ class History(NamedTuple):
 
     ids: list[int]
     n_prompt: int
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How the next token is chosen. The comment behind each field gives its range and the value that switches it off.
-
-    Raises ValueError, naming field, value and range.
-    """
-
-    temperature: float = 0.7  # >= 0; 0 takes the most probable token, 1 leaves the model's distribution as it is
-    top_k: int = 0  # >= 0: keep the k most probable; 0 keeps all
-    top_p: float = 0.9  # 0 to 1: keep each token before which, most probable first, there is less; 1 keeps all
-    min_p: float = 0.0  # 0 to 1: keep what has at least this fraction of the best one's probability; 0 keeps all
-    typical_p: float = 1.0  # above 0, to 1: as top_p, but the most typical tokens first; 1 keeps all
-    repetition_penalty: float = 1.0  # 1e-30 to 1e30: above 1 makes tokens of prompt and output less likely; 1 is off
-    presence_penalty: float = 0.0  # taken off the logit of each token of the output; 0 is off
-    frequency_penalty: float = 0.0  # taken off as often as the token stands in the output; 0 is off
-    no_repeat_ngram_size: int = 0  # >= 0: no run of this many tokens comes twice; 0 is off
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit; -inf bans it
-    min_tokens: int = 0  # >= 0: no end-of-text before this many generated tokens; 0 is off
-    ignore_eos: bool = False  # no end-of-text at all
-    eos_ids: tuple[int, ...] = ()  # the model's end-of-text ids, which the two options above ban
-    logits_processors: tuple[Callable, ...] = ()  # each (history, logits [V]) -> logits [V]
-
-    def __post_init__(self):
-        to_python_numbers(self)
-        for name in ("top_k", "no_repeat_ngram_size", "min_tokens"):
-            value = getattr(self, name)
-            require(is_int(value, 0), name, value, "a whole number of 0 or more (0 is off)")
-        for name, allowed, in_range in (
-            ("temperature", "a number of 0 or more (0 takes the most probable token)", lambda value: value >= 0),
-            ("top_p", "a number from 0 to 1 (1 is off)", lambda value: 0 <= value <= 1),
-            ("min_p", "a number from 0 to 1 (0 is off)", lambda value: 0 <= value <= 1),
-            ("typical_p", "a number above 0, up to 1 (1 is off)", lambda value: 0 < value <= 1),
-            # Up to 1e30, logits stay within float32 whatever these do to them.
-            ("repetition_penalty", "a number from 1e-30 to 1e30 (1 is off)", lambda value: 1e-30 <= value <= 1e30),
-            ("presence_penalty", "a number from -1e30 to 1e30 (0 is off)", lambda value: abs(value) <= 1e30),
-            ("frequency_penalty", "a number from -1e30 to 1e30 (0 is off)", lambda value: abs(value) <= 1e30),
-        ):
-            value = getattr(self, name)
-            require(is_number(value) and in_range(value), name, value, allowed)
-        bias = self.logit_bias
-        require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token ids to numbers")
-        for token, value in bias.items():
-            require(is_int(token, 0), "a key of logit_bias", token, "a token id of 0 or more")
-            ok = (is_number(value) and abs(value) <= 1e30) or value == -math.inf
-            allowed = "a number from -1e30 to 1e30, or -inf to ban the token"
-            require(ok, f"the logit_bias of token {token}", value, allowed)
-        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        ok = isinstance(self.logits_processors, tuple | list) and all(map(callable, self.logits_processors))
-        require(ok, "logits_processors", self.logits_processors, "a list of callables (history, logits) -> logits")
 
 
 # ---------------------------------------------------------------------------------------- penalties and bans

@@ -17,32 +17,11 @@ its weights, and one pass reads them once for all tokens. How near it comes to t
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from minigen.engine.decode import NO_HOOKS, SpeculationStats, Step, feed, new_cache, prefill
 from minigen.engine.sampler import History, draw, one_hot, probs
-from minigen.engine.validation import is_int, require, to_python_numbers
-
-
-@dataclass(frozen=True)
-class SpeculationConfig:
-    """The options of speculation. Raises ValueError, naming field, value and range."""
-
-    num_draft_tokens: int | str = 4  # >= 1, or "auto": tokens a draft model proposes for each pass of the target
-    prompt_lookup_num_tokens: int = 0  # >= 0: propose so many tokens from the text itself, without a model; 0 is off
-    max_matching_ngram_size: int = 2  # >= 1: the longest end of the text that is looked up in it
-
-    def __post_init__(self):
-        to_python_numbers(self)
-        ok = self.num_draft_tokens == "auto" or is_int(self.num_draft_tokens, 1)
-        require(ok, "num_draft_tokens", self.num_draft_tokens, 'a whole number of 1 or more, or "auto"')
-        ok = is_int(self.prompt_lookup_num_tokens, 0)
-        require(ok, "prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, "a whole number of 0 or more (0 is off)")
-        ok = is_int(self.max_matching_ngram_size, 1)
-        require(ok, "max_matching_ngram_size", self.max_matching_ngram_size, "a whole number of 1 or more")
-
 
 # ---------------------------------------------------------------------------------------- drafters
 

@@ -20,13 +20,13 @@ import numpy as np
 
 import minigen
 from minigen.api import completions, stream
-from minigen.engine.beam import BeamConfig
 from minigen.engine.hooks import Hooks
 from minigen.engine.ops import softmax
-from minigen.engine.sampler import SamplingConfig, log_softmax, probs, process
+from minigen.engine.sampler import log_softmax, probs, process
 from minigen.engine.speculative import residual
 from minigen.engine.validation import is_number
 from minigen.files.atomic_write import beside, write_atomic
+from minigen.options import BeamConfig, SamplingConfig
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # The candidates that are written down: so many of the best before the filters, and of the best after them.

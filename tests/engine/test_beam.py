@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from minigen.api import generate, stream
-from minigen.engine.beam import BeamConfig
 from minigen.engine.cache import KVCache
 from minigen.engine.model import GPT2, GPT2Config
+from minigen.options import BeamConfig
 from tests.golden.make_beam import load_case
 from tests.golden.make_logits import fingerprint, stored_params
 from tests.oracles.reference import reference_logits

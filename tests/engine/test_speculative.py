@@ -33,9 +33,9 @@ import minigen
 from minigen import api, generate, stream
 from minigen.command import main as cli
 from minigen.engine import speculative
-from minigen.engine.decode import DecodingConfig, Row, Stopwatch, feed
+from minigen.engine.decode import Row, Stopwatch, feed
 from minigen.engine.model import GPT2, GPT2Config
-from minigen.engine.sampler import History, SamplingConfig, draw, probs
+from minigen.engine.sampler import History, draw, probs
 from minigen.engine.speculative import (
     AdaptiveDraftLength,
     ModelDrafter,
@@ -44,6 +44,7 @@ from minigen.engine.speculative import (
     speculate,
     verify,
 )
+from minigen.options import DecodingConfig, SamplingConfig
 from minigen.text.tokenizer import Tokenizer
 from tests.oracles.reference import reference_logits
 from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
