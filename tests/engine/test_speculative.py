@@ -40,11 +40,10 @@ from minigen.engine.speculative import (
     AdaptiveDraftLength,
     ModelDrafter,
     PromptLookupDrafter,
-    SpeculationConfig,
     speculate,
     verify,
 )
-from minigen.options import DecodingConfig, SamplingConfig
+from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
 from minigen.text.tokenizer import Tokenizer
 from tests.oracles.reference import reference_logits
 from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
