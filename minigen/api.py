@@ -8,13 +8,17 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from minigen.engine.beam import beam_search
-from minigen.engine.decode import NO_HOOKS, PrefixCache, Row, Stopwatch, decode, exclusive
+from minigen.engine.decode import GeneratedToken, PrefixCache, Run, Sequence, decode
+from minigen.engine.hooks import NO_HOOKS
 from minigen.engine.model import GPT2
-from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, speculate
+from minigen.engine.speculative import RULES, ModelDrafter, PromptLookupDrafter, speculate
 from minigen.engine.validation import is_int, require
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
+from minigen.files.prompt_cache import reuse_prompt
 from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.results import RowOutput
+from minigen.text.stream import stop_predicate
 from minigen.text.tokenizer import Tokenizer
 
 
@@ -121,7 +125,7 @@ def _bias_by_id(logit_bias, tokenizer, vocab_size):
     return by_id
 
 
-def _prompt_ids(model, tokenizer, prompts):
+def _prompt_ids(model, tokenizer, prompts, context_shift):
     """The ids of each prompt, checked against the model. An empty prompt becomes the begin-of-text id."""
     config = model.config
     allowed = "a text, a list of texts, or a list of lists of token ids"
@@ -139,9 +143,10 @@ def _prompt_ids(model, tokenizer, prompts):
         for token in ids:
             if not is_int(token, 0) or token >= config.vocab_size:
                 raise ValueError(f"prompt {index} holds {token!r}; token ids are 0 to {config.vocab_size - 1}")
-        if len(ids) > config.n_positions:
+        if len(ids) > config.n_positions and not context_shift:
             raise ValueError(
-                f"prompt {index} has {len(ids)} tokens; the model takes at most {config.n_positions}: shorten it"
+                f"prompt {index} has {len(ids)} tokens; the model takes at most {config.n_positions}: shorten it, or "
+                "use context_shift"
             )
         rows.append([int(token) for token in ids])
     return rows
@@ -180,16 +185,15 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
-    model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
-    only: what the prompt has in common with the last one, at its beginning, is not computed again. Or a `PrefixCache`,
-    which does the same in memory, and for the generated tokens too. hooks: a `hooks.Hooks`, which is told what
-    the run does. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`;
-    logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
+    model with the same vocabulary; it then drafts (speculative decoding). cache: the path of a file that keeps the keys
+    and values of a single prompt: the longest common prefix with the saved prompt is not computed again. Or a
+    `PrefixCache`, which does the same in memory, for the generated tokens too. hooks: a `hooks.Hooks`, callbacks of the
+    run. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may
+    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
     prompts[r // num_return_sequences].
 
-    Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
-    The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
-    another model's.
+    Raises TypeError or ValueError at once, before anything is computed, for invalid options and prompts. The first step
+    raises OSError if the file `cache` cannot be read or written, ValueError if it is damaged or another model's.
     """
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer, model.config.vocab_size)
@@ -201,59 +205,85 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_
         # Half the context must be left to drop, or each shift would make room for hardly a token.
         allowed = f"less than half the model's context, {model.config.n_positions}, with context_shift"
         require(decoding.keep < model.config.n_positions / 2, "keep", decoding.keep, allowed)
-    prompt_ids = _prompt_ids(model, tokenizer, prompts)
+    prompt_ids = _prompt_ids(model, tokenizer, prompts, decoding.context_shift)
     if not prompt_ids:
         return iter(())
+    drafts = draft_model is not None or speculation.prompt_lookup_num_tokens
+    n = decoding.num_return_sequences
     if cache is not None:
         ok = isinstance(cache, str | os.PathLike | PrefixCache)
         require(ok, "cache", cache, "the path of a file, a PrefixCache, or None")
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with a prompt cache")
-    n = decoding.num_return_sequences
+        if isinstance(cache, PrefixCache):
+            require(cache.model is model, "cache", cache, "a PrefixCache of the same model")
+            if beam.num_beams == 1:
+                require(n == 1, "num_return_sequences", n, "1 with a PrefixCache, which holds one text")
+    if drafts:
+        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
+    if draft_model is not None:
+        ok = isinstance(draft_model, tuple) and len(draft_model) == 2
+        require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
+        _check_same_vocabulary(tokenizer, draft_model[1])
     length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)
     if beam.num_beams > 1:
         _check_memory(model.config, "num_beams", beam.num_beams, beam.num_beams, length)
     else:
         _check_memory(model.config, "num_return_sequences", n, n * len(prompt_ids), length)
-    if isinstance(cache, PrefixCache):
-        require(cache.model is model, "cache", cache, "a PrefixCache of the same model")
-        require(n == 1, "num_return_sequences", n, "1 with a PrefixCache, which holds one text")
-        plain = beam.num_beams == 1 and draft_model is None and not speculation.prompt_lookup_num_tokens
-        require(plain, "cache", cache, "a file or None with beam search or speculation")
 
-    def rows_of(prompt_indices, stopwatch):
-        indices = [index for prompt in prompt_indices for index in range(prompt * n, prompt * n + n)]
-        return [Row(i, i // n, prompt_ids[i // n], model, tokenizer, sampling, decoding, stopwatch) for i in indices]
+    rule = RULES[speculation.speculation_rule]
 
-    def one_by_one(run):
-        """Searches and speculation take one prompt at a time."""
-        for index in range(len(prompt_ids)):
-            stopwatch = Stopwatch()
-            yield from run(rows_of([index], stopwatch), stopwatch)
+    def decoder(run, rows):
+        if decoding.max_tokens == 0:
+            return _end_at_once(run, rows)
+        if beam.num_beams > 1:
+            return beam_search(run, rows, beam)
+        if draft_model is not None:
+            draft = draft_model[0]
+            if isinstance(cache, PrefixCache):
+                draft_cache = cache.draft = cache.draft or PrefixCache(draft)
+            else:
+                draft_cache = run.new_cache([[0] * min(len(rows[0].ids), draft.config.n_positions)], draft)
+            drafter = ModelDrafter(draft_cache, model.config.vocab_size, sampling)
+            return speculate(run, rows[0], drafter, speculation.num_draft_tokens, rule)
+        if drafts:
+            drafter = PromptLookupDrafter(speculation.max_matching_ngram_size)
+            return speculate(run, rows[0], drafter, speculation.prompt_lookup_num_tokens, rule)
+        return decode(run, rows)
 
-    if beam.num_beams > 1:
-        return one_by_one(
-            lambda rows, stopwatch: beam_search(
-                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, hooks
-            )
-        )
-    if draft_model is not None or speculation.prompt_lookup_num_tokens:
-        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
-        stopwatch = Stopwatch()
-        (row,) = rows_of([0], stopwatch)
-        if draft_model is None:
-            drafter = PromptLookupDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
-            k = speculation.prompt_lookup_num_tokens
-        else:
-            ok = isinstance(draft_model, tuple) and len(draft_model) == 2
-            require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
-            draft, draft_tokenizer = draft_model
-            _check_same_vocabulary(tokenizer, draft_tokenizer)
-            drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
-            k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, hooks)
-    stopwatch = Stopwatch()
-    steps = decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, hooks)
-    return exclusive(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
+    def steps():
+        # Beam search and speculation take one prompt at a time; plain decoding takes all of them in one batch.
+        every = range(len(prompt_ids))
+        for batch in [[prompt] for prompt in every] if drafts or beam.num_beams > 1 else [every]:
+            prefix = cache if isinstance(cache, PrefixCache) else None
+            run = Run(model, sampling, decoding, hooks, prefix, stop_predicate(tokenizer, decoding.stop))
+            rows = [Sequence(run, prompt_ids[prompt], prompt, number) for prompt in batch for number in range(n)]
+            outputs = {row.index: RowOutput(run, tokenizer) for row in rows}
+            tokens = decoder(run, rows)
+            if cache is not None and prefix is None and decoding.max_tokens:
+                tokens = reuse_prompt(cache, run, list(rows[0].context), tokens)
+            for generated in tokens:
+                yield outputs[generated.row.index].step(generated)
+
+    return exclusive(cache, steps(), "the PrefixCache") if isinstance(cache, PrefixCache) else steps()
+
+
+def _end_at_once(run, rows):
+    """max_tokens=0: every row ends without a token."""
+    run.hooks.on_start(run, rows)
+    for row in rows:
+        row.finish_reason = "length"
+        yield GeneratedToken(row, None, None)
+
+
+def exclusive(owner, steps, what):
+    """The same steps. The first raises ValueError if another run of `owner` has neither ended nor been closed."""
+    if owner.busy:
+        raise ValueError(f"{what} is in use by a run that has not ended: finish that, or close its iterator")
+    owner.busy = True
+    try:
+        yield from steps
+    finally:
+        owner.busy = False
 
 
 def completions(steps):
@@ -263,7 +293,7 @@ def completions(steps):
 
 
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
-    """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
+    """Generate, and return the finished `Completion`s: num_return_sequences per prompt, in the order of the prompts.
 
     Arguments and errors are those of `stream`.
     """

@@ -117,6 +117,7 @@ class SpeculationConfig:
 
     num_draft_tokens: int | str = 4  # >= 1, or "auto": tokens a draft model proposes for each pass of the target
     prompt_lookup_num_tokens: int = 0  # >= 0: propose so many tokens from the text itself, without a model; 0 is off
+    speculation_rule: str = "coupled"  # "coupled": the text is that of plain decoding; "rejection": accepts more drafts
     max_matching_ngram_size: int = 2  # >= 1: the longest end of the text that is looked up in it
 
     def __post_init__(self):
@@ -125,5 +126,7 @@ class SpeculationConfig:
         require(ok, "num_draft_tokens", self.num_draft_tokens, 'a whole number of 1 or more, or "auto"')
         ok = is_int(self.prompt_lookup_num_tokens, 0)
         require(ok, "prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, "a whole number of 0 or more (0 is off)")
+        ok = self.speculation_rule in ("coupled", "rejection")
+        require(ok, "speculation_rule", self.speculation_rule, '"coupled" or "rejection"')
         ok = is_int(self.max_matching_ngram_size, 1)
         require(ok, "max_matching_ngram_size", self.max_matching_ngram_size, "a whole number of 1 or more")

@@ -170,7 +170,7 @@ def _read_turn():
 
 def _print_turn(session, text, args, model, echo):
     """One turn of interactive mode; whatever ends it, what there is of its text is shown, and a newline."""
-    seed, unshown, end = session.next_seed, "", None
+    seed, unshown, end = session.seed, "", None
     try:
         with contextlib.closing(session.turn(text)) as steps:
             for step in steps:
