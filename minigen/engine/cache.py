@@ -161,9 +161,8 @@ class KVCache:
         with nothing changed, if `length` is more than the cache holds, or if the ring has already overwritten a key
         that the token at `length` needs.
         """
-        length = np.asarray(length)
-        require(length.dtype.kind in "iu", "length", length, "a whole number, or one for each row")
-        length = np.broadcast_to(length.astype(int), self.length.shape)
+        require(np.asarray(length).dtype.kind in "iu", "length", length, "a whole number, or one for each row")
+        length = np.broadcast_to(np.asarray(length, int), self.length.shape)
         if (length < 0).any() or (length > self.length).any():
             raise ValueError(f"cannot truncate to {length.tolist()}: the rows hold {self.length.tolist()} tokens")
         lost = ~self.can_truncate(length)
