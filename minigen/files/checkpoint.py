@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -28,17 +29,32 @@ MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 PARAMETER = re.compile(r"(h\.\d+|wte|wpe|ln_f)\..*")
 
 
-def read_json(path):
-    """The parsed content of a JSON file; a byte order mark is no part of it.
-
-    Raises OSError where the file cannot be read, ValueError where it is not JSON, both naming it.
-    """
+def is_file(path):
+    """Whether there is a file at `path`. Raises OSError if its folder may not be searched, for example."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested thousands deep
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_text(path):
+    """The content of a UTF-8 file without its byte order mark, if any; raises OSError or ValueError, naming it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+def read_json(path):
+    """The parsed content of a JSON file; raises OSError or ValueError, naming it."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # not JSON, or nested thousands deep
+        raise ValueError(str(error) if str(path) in str(error) else f"{path} is not valid JSON: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------- what a folder holds
