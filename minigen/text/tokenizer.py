@@ -7,7 +7,7 @@ spell each byte as a printable character: `BYTE_TO_CHAR`.
 import re
 import unicodedata
 import warnings
-from operator import add, itemgetter
+from operator import itemgetter
 
 import numpy as np
 import tiktoken
@@ -64,16 +64,14 @@ def _check_merges(pairs, tokens):
         raise ValueError(f"the merge of {left} and {right} {why}")
 
     n = len(tokens)
-    made = np.arange(256, n)
-    for merge in np.flatnonzero((pairs >= made[:, None]).any(1)):
+    for merge in np.flatnonzero((pairs >= np.arange(256, n)[:, None]).any(1)):
         refuse(merge, "comes before the merges that create them")
     # Does an earlier merge join the end of the left token to the beginning of the right one? Follow the border down
     # both tokens, always into the one that was made later; all merges at once.
-    lefts, rights = np.vstack([np.repeat(np.arange(256), 2).reshape(-1, 2), pairs]).T
+    lefts, rights = (np.concatenate([np.arange(256), side]) for side in pairs.T)
     keys = pairs[:, 0] * n + pairs[:, 1]
     order = np.argsort(keys)
-    is_key = np.zeros(2**20, bool)  # finds nearly all keys that no pair has, faster than a search
-    is_key[keys % len(is_key)] = True
+    keys = keys[order]
     merge, (a, b) = np.arange(len(pairs)), pairs.T
     while True:
         into_a = (a > b) & (a > 255)
@@ -84,37 +82,34 @@ def _check_merges(pairs, tokens):
         merge, limit, a, b = (array[into_a | into_b] for array in (merge, limit, a, b))
         if not len(merge):
             return
-        maybe = np.flatnonzero(is_key[(a * n + b) % len(is_key)])
-        key = (a * n + b)[maybe]
-        found = order[np.searchsorted(keys, key, sorter=order) % len(keys)]
-        for wrong in merge[maybe[(keys[found] == key) & (made[found] < limit[maybe])]]:
+        found = np.searchsorted(keys, a * n + b) % len(keys)
+        for wrong in merge[(keys[found] == a * n + b) & (256 + order[found] < limit)]:
             refuse(wrong, "is never reached: an earlier merge splits them")
 
 
 def _rank_tokens(vocab, merges):
-    """The bytes and the products of the merges, in the order in which BPE prefers them. Checks the merges."""
-    symbols = [symbol for symbol in BYTE_TO_CHAR.values() if symbol in vocab]
-    if len(symbols) < 256:
-        raise ValueError(f"the vocabulary has only {len(symbols)} of the 256 bytes")
-    parts = merges.replace("\n", " ").split(" ") if merges else []
-    tokens = symbols + list(map(add, parts[::2], parts[1::2]))
-    if "\n".join(tokens[256:]) != merges.replace(" ", "") or len(parts) % 2:
-        line = next(line for line in merges.split("\n") if line.count(" ") != 1)
-        raise ValueError(f"the merge {short_repr(line)} is not two tokens with a space between them")
-    for token in tokens if not vocab.keys() >= set(tokens) else ():
-        if token not in vocab:
-            raise ValueError(f"a merge makes {short_repr(token)}, which is not a token of the vocabulary")
+    """(tokens, their ids): the bytes and the products of the merges, in the order in which BPE prefers them."""
+    lines = merges.split("\n") if merges else []
+    characters = np.frombuffer(merges.encode("utf-8", "surrogatepass"), np.uint8)
+    separators = characters[(characters == ord(" ")) | (characters == ord("\n"))]
+    if not np.array_equal(separators, np.resize([ord(" "), ord("\n")], max(2 * len(lines) - 1, 0))):
+        wrong = next(line for line in lines if line.count(" ") != 1)
+        raise ValueError(f"the merge {short_repr(wrong)} is not two tokens with a space between them")
+    if not vocab.keys() >= BYTE_CHARS:
+        raise ValueError(f"the vocabulary has only {len(BYTE_CHARS & vocab.keys())} of the 256 bytes")
+    tokens = [*BYTE_TO_CHAR.values(), *(merges.replace(" ", "").split("\n") if merges else ())]
     ranks = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ranks) < len(tokens):
         twice = next(token for rank, token in enumerate(tokens) if ranks[token] != rank)
         raise ValueError(f"two merges make the token {short_repr(twice)}")
-    if parts:
-        try:
-            pairs = itemgetter(*parts)(ranks)
-        except KeyError as error:
-            raise ValueError(f"a merge has {short_repr(error.args[0])}, which no merge makes") from error
-        _check_merges(np.array(pairs).reshape(-1, 2), tokens)
-    return tokens
+    try:
+        ids = itemgetter(*tokens)(vocab)
+        parts = merges.replace("\n", " ").split(" ") if merges else []
+        pairs = np.fromiter(map(ranks.__getitem__, parts), np.int64, len(parts))
+    except KeyError as error:
+        raise ValueError(f"a merge has or makes {short_repr(error.args[0])}, which is not a token") from error
+    _check_merges(pairs.reshape(-1, 2), tokens)
+    return tokens, ids
 
 
 def _is_word(character):
@@ -132,7 +127,7 @@ class Tokenizer:
     """
 
     def __init__(self, vocab, merges, added=(), vocab_size=None, add_prefix_space=False, ids_before=()):
-        tokens = _rank_tokens(vocab, merges)
+        tokens, self._id_of_rank = _rank_tokens(vocab, merges)
         if len(set(vocab.values())) < len(vocab):
             token_of = {}
             a, b = next((token_of[i], token) for token, i in vocab.items() if token_of.setdefault(i, token) != token)
@@ -142,14 +137,14 @@ class Tokenizer:
 
         # tiktoken merges by rank and calls the ranks ids. A checkpoint may number its tokens in another order than that
         # of its merges, so its ids are looked up by rank.
-        self._id_of_rank, spelled = itemgetter(*tokens)(vocab), _to_bytes(tokens)
+        spelled = _to_bytes(tokens)
         ranks = dict(zip(spelled, range(len(spelled)), strict=True))
         self._encoding = tiktoken.Encoding(
             "checkpoint", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={}
         )
 
         self.bytes_of = dict(zip(self._id_of_rank, spelled, strict=True))
-        unmade = sorted(vocab.keys() - set(tokens) - self.added.keys())
+        unmade = [token for token, id in vocab.items() if id not in self.bytes_of and token not in self.added]
         self.bytes_of.update(zip([vocab[token] for token in unmade], _to_bytes(unmade), strict=True))
         for content, token in self.added.items():
             spells_bytes = content in vocab and BYTE_CHARS.issuperset(content)
