@@ -22,6 +22,14 @@ from minigen.engine.linear import embed, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, attention, elementwise, layer_norm
 from minigen.engine.validation import is_int, is_number, require, short_repr
 
+# The names of sizes in other architectures' config.json, which transformers takes for GPT-2's as well.
+ALIASES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+
 
 @dataclass(frozen=True)
 class GPT2Config:
@@ -60,13 +68,11 @@ class GPT2Config:
                 require(
                     isinstance(getattr(self, field.name), bool), field.name, getattr(self, field.name), "true or false"
                 )
-        for name in ("bos_token_id", "eos_token_id"):
+        for name in ("bos_token_id", "eos_token_id"):  # one outside the vocabulary does no harm: it is never sampled
             value = getattr(self, name)
             listed = value if isinstance(value, list) and name == "eos_token_id" else [value]
-            ok = value is None or all(is_int(token, 0) and token < self.vocab_size for token in listed)
-            require(
-                ok, name, value, f"null or a token id of 0 to {self.vocab_size - 1} (eos_token_id: or a list of them)"
-            )
+            ok = value is None or all(map(is_int, listed))
+            require(ok, name, value, "null or a token id (eos_token_id: or a list of them)")
 
     @classmethod
     def from_dict(cls, config):
@@ -79,6 +85,10 @@ class GPT2Config:
         if config.get("add_cross_attention"):
             raise ValueError("add_cross_attention is true; only a plain decoder can be run")
         given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        for name, alias in ALIASES.items():
+            if alias in config and given.setdefault(name, config[alias]) != config[alias]:
+                values = f"{short_repr(given[name])} and {short_repr(config[alias])}"
+                raise ValueError(f"{name} and {alias} are two names of one size, but they are {values}")
         V = given.get("vocab_size", cls.vocab_size)
         for name in ("bos_token_id", "eos_token_id"):
             if is_int(V) and V <= getattr(cls, name):

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from minigen.engine.validation import short_repr
-from minigen.files.checkpoint import _weight_files
+from minigen.files.checkpoint import weight_files
 
 DEFAULT_MODEL = "fairytale"
 # The bundled models: inside the package in an installed wheel, beside it in a checkout.
@@ -35,7 +35,7 @@ def _bundled_names():
 def _missing_files(folder):
     """What a folder lacks to be a checkpoint, as a sentence; None where all files are there, usable or not."""
     try:
-        _weight_files(folder)
+        weight_files(folder)
     except OSError as error:
         return str(error)
     except ValueError:
