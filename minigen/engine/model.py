@@ -154,6 +154,15 @@ class GPT2:
 # ---- configuration -----------------------------------------------------------------------------------------------
 
 
+# The names of sizes in other architectures' config.json, which transformers takes for GPT-2's as well.
+ALIASES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+
+
 @dataclass(frozen=True)
 class GPT2Config:
     """The keys of config.json that change what the model computes, with the transformers library's defaults.
@@ -179,6 +188,8 @@ class GPT2Config:
     def __post_init__(self):
         for name, is_valid, allowed in self._checks():
             value = getattr(self, name)
+            if isinstance(value, np.generic):  # a uint8 would overflow in later arithmetic
+                object.__setattr__(self, name, value := value.item())
             require(is_valid(value), name, value, allowed)
 
     def _checks(self):
@@ -193,16 +204,13 @@ class GPT2Config:
         for field in fields(self):
             if field.type is bool:
                 yield field.name, lambda flag: isinstance(flag, bool), "true or false"
-
-        def is_token(id):
-            return id is None or (is_int(id, 0) and id < self.vocab_size)
-
-        def are_tokens(ids):
-            return all(is_int(id, 0) and is_token(id) for id in ids) if isinstance(ids, list) else is_token(ids)
-
-        allowed = f"null or a token id of 0 to {self.vocab_size - 1} (eos_token_id: or a list of them)"
-        yield "bos_token_id", is_token, allowed
-        yield "eos_token_id", are_tokens, allowed
+        # One outside the vocabulary does no harm: it is never generated.
+        yield "bos_token_id", lambda id: id is None or is_int(id), "null or a token id"
+        yield (
+            "eos_token_id",
+            lambda ids: ids is None or all(map(is_int, ids if isinstance(ids, list) else [ids])),
+            "null, a token id, or a list of token ids",
+        )
 
     @classmethod
     def from_dict(cls, config):
@@ -215,6 +223,10 @@ class GPT2Config:
         if config.get("add_cross_attention"):
             raise ValueError("add_cross_attention is true; only a plain decoder can be run")
         given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        for name, alias in ALIASES.items():
+            if alias in config and given.setdefault(name, config[alias]) != config[alias]:
+                values = f"{short_repr(given[name])} and {short_repr(config[alias])}"
+                raise ValueError(f"{name} and {alias} are two names of one size, but they are {values}")
         V = given.get("vocab_size", cls.vocab_size)
         for name in ("bos_token_id", "eos_token_id"):
             if is_int(V) and V <= getattr(cls, name):

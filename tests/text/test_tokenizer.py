@@ -24,6 +24,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minigen.files.tokenizer_files import AddedToken
 from minigen.text.stream import IncrementalUtf8Decoder, StopMatcher
 from minigen.text.tokenizer import Tokenizer
 from tests.golden import nasty_strings
@@ -620,11 +621,15 @@ def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
 
 @pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
 def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
-    write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
+    vocab = bytes_vocab() | {"ab": 257}
+    write_bpe(tmp_path, vocab, ["a b"])
     for name in {"vocab.json", "merges.txt"} - {left}:
         (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(vocab, ["a b"])))
+    assert Tokenizer.from_folder(tmp_path).encode("abba") == [257, 98, 97]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(bytes_vocab() | {"ba": 257}, ["b a"])))
-    assert Tokenizer.from_folder(tmp_path).encode("abba") == [97, 98, 257]
+    with pytest.raises(ValueError, match=rf"{left}.*tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- broken files
@@ -730,11 +735,12 @@ def test_a_broken_file_is_named(tmp_path, name, fault):
 
 
 def test_only_the_symbols_of_bytes_count_as_bytes():
-    vocab = bytes_vocab() | {"bc": 257, chr(256 + 68): 258}  # what a 257th byte would be spelled as
-    assert Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258}).encode("abc") == [97, 257]
+    next_char = chr(256 + 68)  # what a 257th byte would be spelled as
+    vocab = bytes_vocab() | {"bc": 257, next_char: 258}
+    assert Tokenizer(vocab, "b c", [AddedToken(next_char, 258)]).encode("abc") == [97, 257]
     del vocab["a"]
     with pytest.raises(ValueError, match=" 255 of the 256 bytes"):
-        Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258})
+        Tokenizer(vocab, "b c", [AddedToken(next_char, 258)])
 
 
 def changed_model(without=None, **changes):
