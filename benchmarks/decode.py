@@ -1,61 +1,55 @@
-"""What the model costs: prompts, one step at several depths, and passes over several rows, in llama-bench's words.
+"""Forward passes: prompts, steps by batch, and passes that verify k tokens; in llama-bench's words where it has some.
 
-    python -m benchmarks.decode --shape gpt2 --plot decode.png
+    python -m benchmarks.decode --shape gpt2
 
-    ppN                      a prompt of N tokens, up to the logits of the next one
-    sgemm                    a product of two large square matrices: how fast this machine multiplies
-    tgN @ dM                 one more token after M others, mean of N in a row
-    gemv                     reading a billion bytes in a large matrix-vector product: how fast this machine reads
-    k new tokens of a text   one pass with the logits of all k, after 128 tokens: what speculation pays
-    k texts, a token each    one pass, after 128 tokens each: what beams and batches pay
+    ppN               a prompt of N tokens, up to the logits of the next one
+    sgemm             a product of two large square matrices: how fast this machine multiplies
+    gemv              one large matrix-vector product: how fast this machine reads its memory
+    tg16 @ d128       one more token after 128 others, mean of 16 in a row
+    batch of k        the same for k texts in one pass: what beams and batches pay
+    verify k tokens   one pass over k tokens of one text, with the logits of all: what speculation pays
 
-Only the forward pass is timed, no choosing of tokens, and their ids are random: the time depends on neither. GFLOPS
-count what a prompt needs, the products with all matrices but the head and the attention of each token to those before
-it; GB/s count the weights that every token reads. The cases of a table are timed in turn. Targets are for the shape of
-gpt2 on two cores.
+Only forward passes are timed, no sampling, and the token ids are random: the time does not depend on them. GFLOPS count
+what a prompt needs: the products with all matrices except the head, and attention to the tokens before each. GB/s count
+the weights that a step reads.
 """
 
 import math
-import time
 
 import numpy as np
 
-from benchmarks.harness import PAUSE, columns, gemv_rate, measure, model_of, name_of, parser, plot, report
+from benchmarks.harness import Report, columns, load_model, name_of, parser, random_ids, ratio, timed
 
+SECONDS = {"quick": 3, "full": 60}
 PROMPTS = (128, 512)
-DEPTHS = (10, 128, 512, 1000)  # no deeper than the model takes
-ROWS = {1: "-", 2: "1.15", 4: "1.2", 5: "1.25", 8: "1.35", 16: "1.9"}  # rows in a pass -> target, against one row
-ONE_TEXT, TEXTS = "new tokens of a text", "texts, a token each"
-# Several in one timed call: the first of them finds cold what other cases left behind.
-PASSES = 4
+DEPTH = 128
+ROWS = (1, 2, 4, 5, 8, 16)
+STEPS = 16
 
 
-def random_ids(config, *shape):
-    return np.random.default_rng(0).integers(0, config.vocab_size, shape)
-
-
-def cache_at(model, depth, more, batch=1):
-    """A cache whose rows all hold the same `depth` tokens, with room for `more`."""
-    ids, cache = random_ids(model.config, 1, depth), model.new_cache(capacity=depth + more)
-    for start in range(0, depth, 16):  # few enough at a time for minigen's own threads
-        model.forward(ids[:, start : min(start + 16, depth)], cache)
-    cache.reorder([0] * batch)
+def filled_cache(model, depth, more, batch=1):
+    """A cache whose rows hold `depth` tokens, with room for `more`."""
+    cache = model.new_cache(batch, depth + more)
+    model.forward(random_ids(model.config, batch, depth), cache)
     return cache
 
 
-# ---------------------------------------------------------------------------------------- prompts
-
-
 def prompt_flops(config, n_tokens):
-    """Operations that a prompt needs: a multiplication and an addition for each weight and token, and attention."""
+    """A multiplication and an addition for each weight and token, and for each pair of tokens in attention."""
     shapes = config.parameter_shapes().items()
     weights = sum(math.prod(shape) for name, shape in shapes if name.startswith("h.") and len(shape) == 2)
-    pairs = n_tokens * (n_tokens + 1) // 2  # of a token with itself or an earlier one: a product for q @ k, one for @ v
+    pairs = n_tokens * (n_tokens + 1) // 2  # of a query with itself or an earlier key; q @ k and weights @ v
     return 2 * weights * n_tokens + 4 * config.n_layer * config.n_embd * pairs
 
 
-def measure_prompts(model, quick, repetitions):
-    size = 512 if quick else 2048
+def step_bytes(config):
+    """Bytes of the weights that a step reads: all except the embeddings, of which it reads one row."""
+    rows_only = {"wpe.weight"} if config.tie_word_embeddings else {"wpe.weight", "wte.weight"}
+    return 4 * sum(math.prod(shape) for name, shape in config.parameter_shapes().items() if name not in rows_only)
+
+
+def measure_prompts(report, model):
+    size = 512 if report.quick else 2048
     a, b, out = (np.full((size, size), 0.5, np.float32) for _ in range(3))
     cases, flops = {"sgemm": lambda: np.matmul(a, b, out=out)}, {"sgemm": 2 * size**3}
     for n_tokens in sorted({min(n_tokens, model.config.n_positions) for n_tokens in PROMPTS}):
@@ -67,136 +61,96 @@ def measure_prompts(model, quick, repetitions):
 
         cases[f"pp{n_tokens}"] = prompt
         flops[f"pp{n_tokens}"] = prompt_flops(model.config, n_tokens)
-    timings = measure(cases, repetitions, warm_up=1)
-    rates = {case: flops[case] / 1e6 / timing.median for case, timing in timings.items()}
-    return [
-        {
-            "case": case,
-            **columns(timing),
-            "tokens/s": 1000 * int(case[2:]) / timing.median if case != "sgemm" else "-",
-            "GFLOPS": rates[case],
-            "of sgemm": rates[case] / rates["sgemm"],
-            "target": "0.8" if case == "pp512" else "-",
-        }
-        for case, timing in timings.items()
-    ]
 
-
-# ---------------------------------------------------------------------------------------- steps
-
-
-def step_bytes(config):
-    """Bytes of the weights that every step reads: all but the embeddings, of which it reads a row."""
-    rows_only = {"wpe.weight"} if config.tie_word_embeddings else {"wpe.weight", "wte.weight"}
-    return 4 * sum(math.prod(shape) for name, shape in config.parameter_shapes().items() if name not in rows_only)
-
-
-def measure_steps(model, steps, quick, repetitions):
-    pause, megabytes = (0, 40) if quick else (PAUSE, 400)
-    cases = {"gemv": lambda: 1 / gemv_rate(megabytes, repetitions=3)}  # seconds for a billion bytes
-    for depth in sorted({min(depth, model.config.n_positions - steps) for depth in DEPTHS}):
-        ids, cache = random_ids(model.config, steps, 1, 1), cache_at(model, depth, steps)
-
-        def step(ids=ids, cache=cache, depth=depth):
-            cache.truncate(depth)
-            time.sleep(pause)  # gemv may have woken BLAS's threads
-            start = time.perf_counter()
-            for token in ids:
-                model.forward(token, cache)
-            return (time.perf_counter() - start) / len(ids)
-
-        cases[f"tg{steps} @ d{depth}"] = step
-    timings = measure(cases, repetitions, warm_up=1)
-    rates = {case: step_bytes(model.config) / 1e6 / timing.median for case, timing in timings.items()}
-    rates["gemv"] = 1000 / timings["gemv"].median
-    _, shallow, *_, deep = timings
-    against = f"against {shallow.split()[-1]}"
-    rows = []
-    for case, timing in timings.items():
-        is_step = case != "gemv"
-        rows.append(
+    def rows(timings):
+        rates = {case: flops[case] / 1e6 / timing.median for case, timing in timings.items()}
+        cpu_rates = {case: flops[case] / 1e6 / timing.cpu for case, timing in timings.items()}
+        return [
             {
                 "case": case,
                 **columns(timing),
-                "tokens/s": 1000 / timing.median if is_step else "-",
-                against: timing.median / timings[shallow].median if is_step else "-",
-                "GB/s": rates[case],
-                "of gemv": rates[case] / rates["gemv"],
-                "target": f"1.25 {against}" if case == deep else "0.92 of gemv" if is_step else "-",
+                "tokens/s": "-" if case == "sgemm" else 1000 * int(case[2:]) / timing.median,
+                "GFLOPS": rates[case],
+                "of sgemm": rates[case] / rates["sgemm"],
+                "of sgemm, cpu": cpu_rates[case] / cpu_rates["sgemm"],
             }
+            for case, timing in timings.items()
+        ]
+
+    def shows(rows, _):
+        last = rows[-1]
+        return (
+            f"{last['case']} runs at {last['of sgemm']:.0%} of the rate of one large matrix product "
+            f"({last['of sgemm, cpu']:.0%} in processor time): {last['tokens/s']:.0f} tokens per second."
         )
-    return rows
+
+    report.table("Prompts", cases, rows, shows, idea="a prompt in one pass")
 
 
-# ---------------------------------------------------------------------------------------- rows
+def measure_steps(report, model):
+    depth = min(DEPTH, model.config.n_positions - STEPS)
+    matrix = np.ones((40 if report.quick else 400, 250, 1000), np.float32).reshape(-1, 1000)  # a million bytes each
+    vector = np.ones(1000, np.float32)
+    # Which orientation is faster depends on the BLAS; the better one counts.
+    gemv = {"gemv": lambda: matrix @ vector, "gemv, transposed": lambda: matrix[:, 0] @ matrix}
+    step = f"tg{STEPS} @ d{depth}"
+    cases, n_tokens = dict(gemv), {}
+    for k in ROWS:
+        cache = filled_cache(model, depth, STEPS, k)
+        tokens = random_ids(model.config, k, 1)
 
+        def batch(cache=cache, tokens=tokens):
+            cache.truncate(depth)
+            return timed(lambda: model.forward(tokens, cache), STEPS)
 
-def measure_rows(model, repetitions):
-    depth = min(128, model.config.n_positions - max(ROWS))
-    cases = {}
-    for rows in ROWS:
-        for way, batch, n_tokens in ((ONE_TEXT, 1, rows), (TEXTS, rows, 1)):
-            ids, cache = random_ids(model.config, batch, n_tokens), cache_at(model, depth, n_tokens, batch)
+        name = step if k == 1 else f"batch of {k}"
+        cases[name], n_tokens[name] = batch, k
+        if k > 1:
+            one, text = filled_cache(model, depth, k), random_ids(model.config, 1, k)
 
-            def call(ids=ids, cache=cache):
-                seconds = 0.0
-                for _ in range(PASSES):
+            def verify(cache=one, text=text):
+                def once():
                     cache.truncate(depth)
-                    start = time.perf_counter()
-                    model.forward(ids, cache, last_only=False)
-                    seconds += time.perf_counter() - start
-                return seconds / PASSES
+                    model.forward(text, cache, last_only=False)
 
-            cases[rows, way] = call
-    timings = measure(cases, repetitions, warm_up=1)
-    one = {way: timings[1, way].median for way in (ONE_TEXT, TEXTS)}
-    return [
-        {
-            "case": f"{rows} {way}",
-            **columns(timing),
-            "tokens/s": 1000 * rows / timing.median,
-            "against 1": timing.median / one[way],
-            "target": ROWS[rows],
-        }
-        for (rows, way), timing in timings.items()
-    ]
+                return timed(once, 4)
 
+            cases[f"verify {k} tokens"], n_tokens[f"verify {k} tokens"] = verify, k
 
-# ---------------------------------------------------------------------------------------- results
+    def rows(timings):
+        read = min(timings[case].median for case in gemv)
+        gigabytes = {case: matrix.nbytes if case in gemv else step_bytes(model.config) for case in cases}
+        return [
+            {
+                "case": case,
+                **columns(timing),
+                "tokens/s": "-" if case in gemv else 1000 * n_tokens[case] / timing.median,
+                "against one step": "-" if case in gemv else ratio(timings, case, step),
+                "GB/s": gigabytes[case] / 1e6 / timing.median,
+                "of gemv": gigabytes[case] * read / (matrix.nbytes * timing.median),
+            }
+            for case, timing in timings.items()
+        ]
 
+    def shows(rows, timings):
+        (one,) = (row for row in rows if row["case"] == step)
+        return (
+            f"A step reads its weights at {one['of gemv']:.0%} of the rate of a matrix-vector product; a batch of 4 "
+            f"takes {ratio(timings, 'batch of 4', step):.2f} times as long as one step, verifying 4 tokens "
+            f"{ratio(timings, 'verify 4 tokens', step):.2f} times, a batch of 16 "
+            f"{ratio(timings, 'batch of 16', step):.2f} times."
+        )
 
-def draw(steps, rows, file, title):
-    """Time of a pass by its number of rows, and of a step by the tokens before it; both from 0."""
-    with plot(file, title, panels=2) as (by_rows, by_depth):
-        for way in (ONE_TEXT, TEXTS):
-            shown = {int(row["case"].split()[0]): row["ms median"] for row in rows if row["case"].endswith(way)}
-            by_rows.plot(list(shown), list(shown.values()), marker="o", label=way)
-        by_rows.legend()
-        by_rows.set_xticks(list(ROWS))
-        by_rows.set_xlabel("rows in one pass")
-        by_rows.set_ylabel("milliseconds a pass")
-        shown = {int(row["case"].partition("@ d")[2]): row["ms median"] for row in steps if "@" in row["case"]}
-        by_depth.plot(list(shown), list(shown.values()), marker="o")
-        by_depth.set_xlabel("tokens before the step")
-        by_depth.set_ylabel("milliseconds a step")
-        for axes in (by_rows, by_depth):
-            axes.set_ylim(bottom=0)
+    title = f"Steps after {depth} tokens, each over {step_bytes(model.config) / 1e6:.0f} MB of weights"
+    report.table(title, cases, rows, shows, idea="weights read once for several rows")
 
 
-def main():
-    arguments = parser(__doc__.splitlines()[0], repetitions=10, model=True, plot=True).parse_args()
-    repetitions, steps = (2, 4) if arguments.quick else (arguments.repetitions, 16)
-    model = model_of(arguments)
-    # Prompts apart from the rest, because BLAS's threads may go on spinning after them.
-    prompts = measure_prompts(model, arguments.quick, repetitions)
-    by_depth = measure_steps(model, steps, arguments.quick, repetitions)
-    by_rows = measure_rows(model, repetitions)
-
-    title = f"{name_of(arguments)}, float32, milliseconds"
-    notes = [f"{step_bytes(model.config) / 1e6:.1f} MB of weights are read by a step"]
-    report(title, prompts + by_depth + by_rows, arguments, notes)
-    if arguments.plot:
-        draw(by_depth, by_rows, arguments.plot, title)
+def main(arguments=None):
+    arguments = parser(__doc__, repetitions=10, model=True).parse_args(arguments)
+    model, _ = load_model(arguments)
+    report = Report(f"Forward passes of {name_of(arguments)}, float32", arguments, SECONDS)
+    measure_prompts(report, model)
+    measure_steps(report, model)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""What the K/V cache gives and takes: naive loop against cached, memory, saved prompts, long runs.
+"""What the KV cache saves and what it costs: naive loop against cached loop, memory, prompt caches, long texts.
 
     python -m benchmarks.kv_cache --shape gpt2 --plot kv_cache.png
 
-    naive, cached     a prompt and new tokens, without and with the cache. The naive loop runs the whole text again for
-                      each token; it is timed at a few positions only, between which its total takes straight lines.
-    n rows of m       the bytes of such a cache, by the formula 2 * n_layer * n_head * d_head * capacity * 4 * rows and
-                      by `nbytes`, and by how much the process grows when such a cache is filled
-    prompt of n       `generate` up to the first token: without a prompt cache, while one is saved, and with a saved one
-    context shift     a text several times as long as the context, in parts: a token's time with choosing it, and what
-                      the process and its cache hold at the part's end. Within "window 128" each token sees the last 128
-                      ones only. The slowest token is the one after a shift, which runs half a context anew.
+    tg1 @ dN         one more token after N others. With the cache, a forward pass over that token; the naive loop
+                     runs the forward pass over the whole text
+    prompt of N      `generate` up to the first token: without a prompt-cache file, while one is saved, and from a
+                     saved one
+    context shift    a text several times as long as the context; the slowest token is the one after a shift, for
+                     which half a context is computed again. With "window 128" each token sees the last 128 tokens only
 
-Sizes are in MB, millions of bytes. Long runs are of the bundled model where no other is asked for, and come first, in
-a process that is still small. Targets are for the shape of gpt2 on two cores.
+MB are millions of bytes; resident memory is that of the process. Long texts come from the bundled model unless --model
+or --shape asks for another one.
 """
 
 import argparse
@@ -26,228 +24,221 @@ from pathlib import Path
 import numpy as np
 
 import minigen
-from benchmarks.harness import PAUSE, Timing, columns, measure, model_and_tokenizer_of, name_of, parser, plot, report
+from benchmarks.harness import Report, load_model, name_of, parser, plot, random_ids, ratio, timed
 
-N_PROMPT = 128
+SECONDS = {"quick": 8, "full": 240}
+DEPTHS = (16, 64, 128, 192, 256, 512, 1000)
+LOOP = 128  # tokens of the prompt, and as many new ones, for which the loops' totals are compared
 SAVED_PROMPT = 900
-PARTS = 6  # of a long run; the process is compared with what it was after a third, when all is allocated
 
 
 def resident():
-    """MB of this process that are in memory; nan where the system does not tell."""
+    """Resident memory of this process in MB; nan if the system does not tell."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if statm.is_file() else math.nan
 
 
-def random_ids(config, n):
-    return np.random.default_rng(0).integers(0, config.vocab_size, n).tolist()
+def measure_loops(report, model):
+    last = model.config.n_positions - 1
+    depths = sorted({min(depth, last) for depth in DEPTHS})
+    ids = random_ids(model.config, 1, last + 1)
+    cases = {}
+    for depth in depths:
+        cache = model.new_cache(capacity=depth + 1)
+        model.forward(ids[:, :depth], cache)
 
+        def cached(cache=cache, depth=depth):
+            cache.truncate(depth)
+            model.forward(ids[:, depth : depth + 1], cache)
 
-# ---------------------------------------------------------------------------------------- naive against cached
+        cases[depth, "cached"] = lambda cached=cached: timed(cached, 4)
+        cases[depth, "naive"] = lambda depth=depth: model.forward(ids[:, : depth + 1])
+    shallow = depths[0]
 
-
-def measure_loops(model, n_new, samples, repetitions):
-    """(rows of totals, rows by position, milliseconds of each cached token)
-
-    samples: the number of positions at which the naive loop is timed.
-    """
-    n_positions = model.config.n_positions
-    n_prompt = min(N_PROMPT, n_positions // 2)
-    n_new = min(n_new, n_positions - n_prompt)
-    lengths = range(n_prompt, n_prompt + n_new)  # of the texts that are run for one token each
-    ids = random_ids(model.config, n_prompt + n_new)
-    steps = []  # of each cached run the seconds of each token
-
-    def cached():
-        cache = model.new_cache(capacity=n_prompt + n_new)
-        marks = [time.perf_counter()]
-        for length in lengths:
-            model.forward([ids[int(cache.length[0]) : length]], cache)
-            marks.append(time.perf_counter())
-        steps.append(np.diff(marks))
-        return marks[-1] - marks[0]
-
-    cases = {"cached": cached}
-    for length in np.linspace(lengths[0], lengths[-1], min(samples, n_new)).astype(int).tolist():
-        cases[length] = lambda length=length: model.forward([ids[:length]])
-    timings = measure(cases, repetitions, warm_up=1)
-
-    whole = timings.pop("cached")
-    per_token = 1000 * np.median(steps[1:], axis=0)  # without the warm-up
-    by_length = np.array(list(timings.values())).T  # medians, minima, maxima
-    naive = Timing(*(float(np.interp(lengths, list(timings), times).sum()) for times in by_length))
-    label = f"{n_prompt} + {n_new} tokens"
-    totals = [
-        {
-            "case": f"{name}, {label}",
-            **columns(timing, "s", 1e-3),
-            "against cached": timing.median / whole.median,
-            "target": target,
-        }
-        for name, timing, target in (("naive", naive, "20"), ("cached", whole, "-"))
-    ]
-    by_position = [
-        {
-            "token": length + 1,
-            "ms naive": timing.median,
-            "ms cached": float(per_token[length - n_prompt]),
-            "ratio": timing.median / float(per_token[length - n_prompt]),
-        }
-        for length, timing in timings.items()
-    ]
-    return totals, by_position, per_token.tolist()
-
-
-# ---------------------------------------------------------------------------------------- memory
-
-
-def fill(config, batch, capacity):
-    """(bytes of a cache, MB resident before there was one, MB resident when it is full) of this process."""
-    before = resident()
-    cache = minigen.KVCache(config.n_layer, config.n_head, config.d_head, capacity, batch)
-    for slots in cache.keys + cache.values:
-        slots[:] = 1  # memory that was asked for becomes resident when it is written to
-    return cache.nbytes, before, resident()
-
-
-def measure_memory(config):
-    rows = []
-    few = min(256, config.n_positions)
-    for batch, capacity in ((1, few), (8, few), (1, config.n_positions)):
-        # In a process of its own, because in this one a cache may get memory that was given back and is still resident.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            nbytes, before, after = pool.apply(fill, (config, batch, capacity))
-        formula = 2 * config.n_layer * config.n_head * config.d_head * capacity * 4 * batch
-        rows.append(
+    def rows(timings):
+        return [
             {
-                "case": f"{batch} row{'s' * (batch > 1)} of {capacity}",
-                "MB formula": formula / 1e6,
-                "MB nbytes": nbytes / 1e6,
-                "MB resident before": before,
-                "MB resident after": after,
-                "grown / formula": (after - before) * 1e6 / formula,
+                "case": f"tg1 @ d{depth}",
+                "ms cached": timings[depth, "cached"].median,
+                "min": timings[depth, "cached"].min,
+                "max": timings[depth, "cached"].max,
+                "cpu ms": timings[depth, "cached"].cpu,
+                f"against d{shallow}": ratio(timings, (depth, "cached"), (shallow, "cached")),
+                "ms naive": timings[depth, "naive"].median,
+                "naive min": timings[depth, "naive"].min,
+                "naive max": timings[depth, "naive"].max,
+                "naive / cached": ratio(timings, (depth, "naive"), (depth, "cached")),
             }
+            for depth in depths
+        ]
+
+    def shows(rows, timings):
+        n_prompt = min(LOOP, (last + 1) // 2)
+        after = range(n_prompt - 1, 2 * n_prompt - 1)  # depths of the tokens from which the new ones follow
+        curve = {way: np.interp(after, depths, [timings[d, way].median for d in depths]) for way in ("naive", "cached")}
+        gain = curve["naive"].sum() / (curve["naive"][0] + curve["cached"][1:].sum())  # the prompt is run by both
+        deep = depths[-1]
+        return (
+            f"For a prompt of {n_prompt} and {n_prompt} new tokens the cached loop is {gain:.1f} times as fast as the "
+            f"naive one (its time between the measured depths is interpolated); a cached step after {deep} tokens takes "
+            f"{ratio(timings, (deep, 'cached'), (shallow, 'cached')):.2f} times as long as one after {shallow}."
         )
-    return rows
+
+    return report.table("One token with and without the cache", cases, rows, shows, idea="KV cache")
 
 
-# ---------------------------------------------------------------------------------------- saved prompts
+def draw(rows, file, title):
+    """Milliseconds per token of both loops by depth, on a linear and a logarithmic scale."""
+    depths = [int(row["case"].partition("@ d")[2]) for row in rows]
+    with plot(file, title, panels=2) as panels:
+        for axes, scale in zip(panels, ("linear", "log"), strict=True):
+            for way, colour in (("naive", "0.6"), ("cached", "C0")):
+                fastest = [row["min" if way == "cached" else "naive min"] for row in rows]  # least disturbed by others
+                axes.plot(depths, fastest, color=colour, marker="o", label=way)
+            axes.set_yscale(scale)
+            axes.set_xlabel("tokens before this one")
+        panels[0].set_ylim(bottom=0)
+        panels[0].set_ylabel("milliseconds per token, fastest run")
+        panels[0].legend()
 
 
-def measure_saved_prompt(model, tokenizer, quick, repetitions):
+def grow(config, batch, capacity, window):
+    """(MB of a cache's arrays, MB by which this process grows when they are filled)."""
+    new_cache = minigen.KVCache  # imports what it needs, which is not the cache's memory
+    before = resident()
+    cache = new_cache(config.n_layer, config.n_head, config.d_head, capacity, batch, window)
+    for slots in cache.keys + cache.values:
+        slots[:] = 1  # allocated memory becomes resident when it is written to
+    return cache.nbytes / 1e6, resident() - before
+
+
+def measure_memory(report, config):
+    few = min(256, config.n_positions)
+    asked = {f"{n} x {few}": (n, few, None) for n in (1, 8)}
+    asked[f"1 x {config.n_positions}"] = 1, config.n_positions, None
+    asked["window 128"] = 1, min(192, config.n_positions), min(128, config.n_positions)
+    grown = {}
+
+    def run(name):
+        # In a fresh process, because this one may still hold memory that an earlier cache has given back.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            grown[name] = pool.apply(grow, (config, *asked[name]))
+
+    def rows(_):
+        return [
+            {"rows x tokens": name, "MB nbytes": nbytes, "MB grown": more, "grown / nbytes": more / nbytes}
+            for name, (nbytes, more) in grown.items()
+        ]
+
+    def shows(rows, _):
+        most = rows[2]
+        return f"A text of {config.n_positions} tokens takes {most['MB nbytes']:.1f} MB of keys and values."
+
+    cases = {name: lambda name=name: run(name) for name in asked}
+    report.table("Memory of a cache", cases, rows, shows, repetitions=1, warm_up=0)
+
+
+def measure_prompt_cache(report, model, tokenizer):
     n_prompt = min(SAVED_PROMPT, model.config.n_positions - 12)
-    ids = random_ids(model.config, n_prompt)
+    ids = random_ids(model.config, n_prompt).tolist()
     reused = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "prompt.safetensors")
 
-        def first_token(name, cache):
+        def first_token(name):
             if name == "saving":
                 file.unlink(missing_ok=True)
-            time.sleep(0 if quick else PAUSE)  # for BLAS's threads to come to rest
-            start = time.perf_counter()
-            (done,) = minigen.generate(model, tokenizer, [ids], cache=cache, max_tokens=1, temperature=0)
-            seconds = time.perf_counter() - start
-            reused[name] = done.timings.reused_tokens
-            return seconds
 
-        paths = {"without": None, "saving": file, "saved": file}
-        cases = {name: lambda name=name, path=path: first_token(name, path) for name, path in paths.items()}
-        timings = measure(cases, repetitions, warm_up=0 if quick else 1)
-        megabytes = file.stat().st_size / 1e6
-    return [
-        {
-            "case": f"prompt of {n_prompt}, {name}",
-            **columns(timing),
-            "tokens reused": reused[name],
-            "MB file": megabytes if paths[name] else "-",
-            "against without": timing.median / timings["without"].median,
-        }
-        for name, timing in timings.items()
-    ]
+            def call():
+                path = None if name == "without" else file
+                (done,) = minigen.generate(model, tokenizer, [ids], cache=path, max_tokens=1, temperature=0)
+                reused[name] = done.timings.reused_tokens
+
+            return timed(call)
+
+        def rows(timings):
+            return [
+                {
+                    "case": name,
+                    "ms": timing.median,
+                    "min": timing.min,
+                    "max": timing.max,
+                    "cpu ms": timing.cpu,
+                    "tokens reused": reused[name],
+                    "MB file": "-" if name == "without" else file.stat().st_size / 1e6,
+                    "against without": ratio(timings, name, "without"),
+                }
+                for name, timing in timings.items()
+            ]
+
+        def shows(_, timings):
+            return (
+                f"The first token after a saved prompt of {n_prompt} takes {ratio(timings, 'saved', 'without'):.3f} of "
+                f"the time without a file; saving takes {ratio(timings, 'saving', 'without') - 1:+.0%}."
+            )
+
+        cases = {name: lambda name=name: first_token(name) for name in ("without", "saving", "saved")}
+        title = f"Prompt of {n_prompt} up to its first token, with a prompt-cache file"
+        report.table(title, cases, rows, shows, idea="prompt cache")
 
 
-# ---------------------------------------------------------------------------------------- long runs
+def measure_long_texts(report, model, tokenizer, name):
+    n_tokens = (1 if report.quick else 6) * min(512, model.config.n_positions) + 88
+    made = {}
 
-
-def measure_long_run(model, tokenizer, label, n_tokens, **options):
-    part = n_tokens // PARTS
-    seconds, memory = np.zeros(n_tokens), []
-    steps = minigen.stream(
-        model, tokenizer, "", seed=1, max_tokens=n_tokens, context_shift=True, ignore_eos=True, **options
-    )
-    start = time.perf_counter()
-    for i in range(n_tokens):
-        step = next(steps)
-        seconds[i] = time.perf_counter() - start
-        if (i + 1) % part == 0:
-            memory.append(resident())
-        start = time.perf_counter()
-    megabytes = step.completion.timings.cache_bytes / 1e6
-    third = memory[PARTS // 3 - 1]
-    rows = []
-    for i, after in enumerate(memory):
-        times = 1000 * seconds[i * part : (i + 1) * part]
-        rows.append(
-            {
-                "case": label,
-                "tokens": f"{i * part + 1} to {(i + 1) * part}",
-                **{f"ms {statistic.__name__}": float(statistic(times)) for statistic in (np.median, np.min, np.max)},
-                "MB cache": megabytes,
-                "MB resident": after,
-                f"against {PARTS // 3 * part}": after / third,
-                "target": "1.02" if i + 1 == PARTS else "-",
-            }
+    def run(case, options):
+        seconds, memory = [], []
+        steps = minigen.stream(
+            model, tokenizer, "", seed=1, max_tokens=n_tokens, context_shift=True, ignore_eos=True, **options
         )
-    return rows
+        start = time.perf_counter()
+        for step in steps:
+            seconds.append(time.perf_counter() - start)
+            memory.append(resident())
+            start = time.perf_counter()
+        ms = 1000 * np.array(seconds)
+        made[case] = {
+            "case": case,
+            "tokens": len(ms),
+            "ms first third": float(np.median(ms[: n_tokens // 3])),
+            "ms last third": float(np.median(ms[-n_tokens // 3 :])),
+            "slowest": float(ms[1:].max()),
+            "MB cache": step.completion.timings.cache_bytes / 1e6,
+            "MB resident at 1/3": memory[n_tokens // 3],
+            "at the end": memory[-1],
+        }
+
+    def shows(rows, _):
+        growth = max(row["at the end"] / row["MB resident at 1/3"] for row in rows) - 1
+        slower = max(row["ms last third"] / row["ms first third"] for row in rows)
+        return (
+            f"From the first third of the text to its end, resident memory grows by at most {growth:.1%}; a token of "
+            f"the last third takes at most {slower:.2f} times as long as one of the first."
+        )
+
+    cases = {
+        "context shift": lambda: run("context shift", {}),
+        "window 128": lambda: run("window 128", {"window": min(128, model.config.n_positions)}),
+    }
+    title = f"A text of {n_tokens} tokens from {name}, whose context is {model.config.n_positions}"
+    report.table(title, cases, lambda _: list(made.values()), shows, repetitions=1, warm_up=0)
 
 
-def measure_long_runs(model, tokenizer, n_tokens):
-    shifted = measure_long_run(model, tokenizer, "context shift", n_tokens)
-    return shifted + measure_long_run(model, tokenizer, "context shift, window 128", n_tokens, window=128)
-
-
-# ---------------------------------------------------------------------------------------- results
-
-
-def draw(by_position, per_token, file, title):
-    """Milliseconds of each token of both loops."""
-    with plot(file, title, panels=2) as (log, linear):
-        for axes, scale in ((log, "log"), (linear, "linear")):
-            positions = [row["token"] for row in by_position]
-            axes.plot(positions, [row["ms naive"] for row in by_position], color="0.6", marker="o", label="naive")
-            axes.plot(range(positions[0], positions[0] + len(per_token)), per_token, color="C0", label="cached")
-            axes.set_yscale(scale)
-            axes.set_xlabel("token of the text")
-        linear.set_ylim(bottom=0)
-        linear.legend()
-        log.set_ylabel("milliseconds a token")
-
-
-def main():
-    options = parser(__doc__.splitlines()[0], repetitions=5, model=True, plot=True)
-    options.add_argument("--new-tokens", type=int, default=128, metavar="N", help=f"after a prompt of {N_PROMPT}")
-    arguments = options.parse_args()
-    repetitions, samples, n_long = (2, 3, 300) if arguments.quick else (arguments.repetitions, 9, 3000)
-
+def main(arguments=None):
+    arguments = parser(__doc__, repetitions=5, model=True, plot=True).parse_args(arguments)
+    report = Report(f"KV cache of {name_of(arguments)}, float32", arguments, SECONDS)
+    # Long texts first, while the process is small: resident memory then shows what they take.
     bundled = argparse.Namespace(model=None, shape=None, quick=True)
     asked = arguments if arguments.model or arguments.shape else bundled
-    model, tokenizer = model_and_tokenizer_of(asked)
-    long_runs = measure_long_runs(model, tokenizer, n_long)
-    if name_of(asked) != name_of(arguments):
-        model, tokenizer = model_and_tokenizer_of(arguments)
-    memory = measure_memory(model.config)
-    totals, by_position, per_token = measure_loops(model, arguments.new_tokens, samples, repetitions)
-    saved = measure_saved_prompt(model, tokenizer, arguments.quick, repetitions)
-
-    title = name_of(arguments)
-    notes = [
-        f"long runs are of {name_of(asked)}; the naive loop is timed at {len(by_position)} positions, its total is by "
-        "straight lines between them"
-    ]
-    report(title, totals + by_position + memory + saved + long_runs, arguments, notes)
+    model, tokenizer = load_model(asked)
+    measure_long_texts(report, model, tokenizer, name_of(asked))
+    if asked is bundled and not arguments.quick:
+        model, tokenizer = load_model(arguments)
+    loops = measure_loops(report, model)
+    measure_memory(report, model.config)
+    measure_prompt_cache(report, model, tokenizer)
     if arguments.plot:
-        draw(by_position, per_token, arguments.plot, f"{title}: naive loop against cached")
+        draw(loops, arguments.plot, f"{name_of(arguments)}: naive loop against cached loop")
 
 
 if __name__ == "__main__":

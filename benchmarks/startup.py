@@ -1,11 +1,10 @@
-"""What it costs to begin: importing minigen, loading a model, the first token of a fresh process, and peak memory.
+"""From process start to the first token: import, load, first token, and peak memory.
 
     python -m benchmarks.startup --shape gpt2
 
-Every figure is of a process of its own, and the checkpoint in the system's file cache. "load" and "import" are timed
-inside that process; "first token" is from starting it to the token it prints. "peak memory" is the most that a process
-which loads the model and generates that token ever held, with Python and NumPy; as a ratio to the float32 weights
-where it says so. The targets are for the shape of gpt2 on two cores.
+Every figure is that of a new process, with the checkpoint in the system's file cache. "import" and "load" are timed
+inside that process; "first token" is from its start to the token that it prints. "peak memory" is the most that a
+process which loads the model and generates that token ever held, Python and NumPy included.
 """
 
 import subprocess
@@ -16,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engines import FIRST_TOKEN
-from benchmarks.harness import checkpoint_of, config_of, name_of, parser, report
+from benchmarks.harness import Report, checkpoint_of, config_of, name_of, parser
 
+SECONDS = {"quick": 4, "full": 90}
+PROMPT = "Once upon a time"
 IMPORT = """
 import time
 start = time.perf_counter()
@@ -32,63 +32,72 @@ start = time.perf_counter()
 load(sys.argv[1])
 print(time.perf_counter() - start)
 """
-# Linux counts into a process's ru_maxrss what the process that started it held then, so its own peak is read elsewhere.
-PEAK = (
-    FIRST_TOKEN["minigen"]
-    + """
-from pathlib import Path
+FIRST_TOKEN = """
+import sys
+import minigen
+model, tokenizer = minigen.load(sys.argv[1])
+print(next(minigen.stream(model, tokenizer, sys.argv[2], temperature=0, max_tokens=1)).token, flush=True)
+"""
+# On Linux ru_maxrss begins with the size of the parent process, so the process's own peak is read from /proc.
+PEAK = f"""{FIRST_TOKEN}
 import resource
+from pathlib import Path
 status = Path("/proc/self/status")
 if status.is_file():
     print(next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")))
-else:  # macOS counts bytes, others kilobytes
+else:  # macOS counts bytes, other systems kilobytes
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
-)
 
 
-def run(script, *arguments):
-    """(seconds from starting a process to its first line, the number on its last line)."""
+def run_script(script, *arguments):
+    """(seconds from starting a process to its first line, its last line as a number). RuntimeError if it fails."""
     start = time.perf_counter()
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first = process.stdout.readline()
         seconds = time.perf_counter() - start
-        printed = first + process.stdout.read()
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return seconds, float(printed.split()[-1])
+        rest, errors = process.communicate()
+    if process.returncode or not first:
+        raise RuntimeError((errors.strip().splitlines() or ["it printed nothing"])[-1])
+    return seconds, float((first + rest).split()[-1])
 
 
-def main():
-    arguments = parser(__doc__.splitlines()[0], repetitions=10, model=True).parse_args()
-    repetitions = 2 if arguments.quick else arguments.repetitions
-    prompt = "Once upon a time"
+def main(arguments=None):
+    arguments = parser(__doc__, repetitions=10, model=True).parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = checkpoint_of(arguments, Path(folder))
-        weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values()))
-        asked = checkpoint, prompt, 0
-        run(FIRST_TOKEN["minigen"], *asked)  # the first one warms the disk
-        figures = {"import": [], "load": [], "first token": [], "peak memory": []}
-        for _ in range(repetitions):
-            figures["import"].append(1000 * run(IMPORT)[1])
-            figures["load"].append(1000 * run(LOAD, checkpoint)[1])
-            figures["first token"].append(1000 * run(FIRST_TOKEN["minigen"], *asked)[0])
-            figures["peak memory"].append(run(PEAK, *asked)[1] / 1e6)
-    figures["peak memory / weights"] = [peak * 1e6 / weights for peak in figures["peak memory"]]
+        weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values())) / 1e6
+        report = Report(f"Start of {name_of(arguments)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
+        peaks = []
 
-    units = {"peak memory": "MB", "peak memory / weights": "1"}
-    targets = {"import": "250", "first token": "1000", "peak memory / weights": "1.15"}
-    rows = [
-        {
-            "what": name,
-            "unit": units.get(name, "ms"),
-            **{statistic.__name__: float(statistic(values)) for statistic in (np.median, np.min, np.max)},
-            "target": targets.get(name, "-"),
+        def peak():
+            peaks.append(run_script(PEAK, checkpoint, PROMPT)[1] / 1e6)
+
+        cases = {
+            "import": lambda: run_script(IMPORT)[1],
+            "load": lambda: run_script(LOAD, checkpoint)[1],
+            "first token": lambda: run_script(FIRST_TOKEN, checkpoint, PROMPT)[0],
+            "peak memory": peak,
         }
-        for name, values in figures.items()
-    ]
-    report(f"{name_of(arguments)}: {weights / 1e6:.1f} MB of float32 weights", rows, arguments)
+
+        def rows(timings):
+            times = [
+                {"what": name, "unit": "ms", "median": t.median, "min": t.min, "max": t.max}
+                for name, t in timings.items()
+                if name != "peak memory"
+            ]
+            median = float(np.median(peaks))
+            memory = {"what": "peak memory", "unit": "MB", "median": median, "min": min(peaks), "max": max(peaks)}
+            return [*times, memory]
+
+        def shows(_, timings):
+            return (
+                f"The first token comes {timings['first token'].median / 1000:.2f} s after the process starts; at its "
+                f"peak the process holds {np.median(peaks) / weights:.2f} times its float32 weights."
+            )
+
+        report.table("Start", cases, rows, shows, idea="start")
 
 
 if __name__ == "__main__":
