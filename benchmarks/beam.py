@@ -17,7 +17,7 @@ BEAMS = (1, 4, 8)
 
 
 def main(arguments=None):
-    arguments = parser(__doc__, repetitions=5, model=True).parse_args(arguments)
+    arguments = parser(__doc__, repetitions=5).parse_args(arguments)
     model, tokenizer = load_model(arguments)
     report = Report(f"Beam search of {name_of(arguments)}, float32", arguments, SECONDS)
     new = 8 if report.quick else 64
@@ -40,22 +40,17 @@ def main(arguments=None):
 
         cases[f"batch of {beams}"] = batch
 
-    def rows(timings):
-        return [
-            {"case": case, "ms": t.median, "min": t.min, "max": t.max, "against greedy": ratio(timings, case, "greedy")}
-            for case, t in timings.items()
-        ]
+    def extra(case, timings):
+        return {"against greedy": ratio(timings, case, "greedy")}
 
-    def shows(_, timings):
-        parts = [
-            f"a step with {k} beams takes {ratio(timings, f'{k} beams', 'greedy'):.2f} times as long as a greedy step "
-            f"({ratio(timings, f'batch of {k}', f'{k} beams'):.0%} of it in the forward pass)"
+    def shows(timings):
+        return "As multiples of a greedy step's time, " + " and ".join(
+            f"a step with {k} beams takes {ratio(timings, f'{k} beams', 'greedy'):.2f} "
+            f"(its forward pass {ratio(timings, f'batch of {k}', 'greedy'):.2f})"
             for k in BEAMS[1:]
-        ]
-        sentence = " and ".join(parts)
-        return f"{sentence[0].upper()}{sentence[1:]}."
+        )
 
-    report.table(f"Steps after a prompt of {length}, mean of {new - 1}", cases, rows, shows, idea="beam search")
+    report.table(f"Steps after a prompt of {length}, mean of {new}", cases, shows, extra=extra, idea="beam search")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from benchmarks.harness import Report, columns, load_model, name_of, parser, random_ids, ratio, timed
+from benchmarks.harness import Report, load_model, name_of, parser, random_ids, ratio, timed
 
 SECONDS = {"quick": 3, "full": 60}
 PROMPTS = (128, 512)
@@ -62,29 +62,28 @@ def measure_prompts(report, model):
         cases[f"pp{n_tokens}"] = prompt
         flops[f"pp{n_tokens}"] = prompt_flops(model.config, n_tokens)
 
-    def rows(timings):
-        rates = {case: flops[case] / 1e6 / timing.median for case, timing in timings.items()}
-        cpu_rates = {case: flops[case] / 1e6 / timing.cpu for case, timing in timings.items()}
-        return [
-            {
-                "case": case,
-                **columns(timing),
-                "tokens/s": "-" if case == "sgemm" else 1000 * int(case[2:]) / timing.median,
-                "GFLOPS": rates[case],
-                "of sgemm": rates[case] / rates["sgemm"],
-                "of sgemm, cpu": cpu_rates[case] / cpu_rates["sgemm"],
-            }
-            for case, timing in timings.items()
-        ]
+    def rate(case, timings):
+        return flops[case] / 1e6 / timings[case].median
 
-    def shows(rows, _):
-        last = rows[-1]
+    def cpu_share(case, timings):
+        return flops[case] / flops["sgemm"] * timings["sgemm"].cpu / timings[case].cpu
+
+    def extra(case, timings):
+        return {
+            "tokens/s": "-" if case == "sgemm" else 1000 * int(case[2:]) / timings[case].median,
+            "GFLOPS": rate(case, timings),
+            "of sgemm": rate(case, timings) / rate("sgemm", timings),
+            "of sgemm, cpu": cpu_share(case, timings),
+        }
+
+    def shows(timings):
+        case = list(cases)[-1]
         return (
-            f"{last['case']} runs at {last['of sgemm']:.0%} of the rate of one large matrix product "
-            f"({last['of sgemm, cpu']:.0%} in processor time): {last['tokens/s']:.0f} tokens per second."
+            f"{case} runs at {rate(case, timings) / rate('sgemm', timings):.0%} of the rate of a large matrix product, "
+            f"{cpu_share(case, timings):.0%} in processor time."
         )
 
-    report.table("Prompts", cases, rows, shows, idea="a prompt in one pass")
+    report.table("Prompts", cases, shows, extra=extra, idea="a prompt in one pass")
 
 
 def measure_steps(report, model):
@@ -117,36 +116,29 @@ def measure_steps(report, model):
 
             cases[f"verify {k} tokens"], n_tokens[f"verify {k} tokens"] = verify, k
 
-    def rows(timings):
-        read = min(timings[case].median for case in gemv)
-        gigabytes = {case: matrix.nbytes if case in gemv else step_bytes(model.config) for case in cases}
-        return [
-            {
-                "case": case,
-                **columns(timing),
-                "tokens/s": "-" if case in gemv else 1000 * n_tokens[case] / timing.median,
-                "against one step": "-" if case in gemv else ratio(timings, case, step),
-                "GB/s": gigabytes[case] / 1e6 / timing.median,
-                "of gemv": gigabytes[case] * read / (matrix.nbytes * timing.median),
-            }
-            for case, timing in timings.items()
-        ]
+    def extra(case, timings):
+        nbytes = matrix.nbytes if case in gemv else step_bytes(model.config)
+        read = min(timings[name].median for name in gemv) / matrix.nbytes
+        return {
+            "tokens/s": 1000 * n_tokens[case] / timings[case].median if case in n_tokens else "-",
+            "against one step": ratio(timings, case, step) if case in n_tokens else "-",
+            "GB/s": nbytes / 1e6 / timings[case].median,
+            "of gemv": nbytes * read / timings[case].median,
+        }
 
-    def shows(rows, timings):
-        (one,) = (row for row in rows if row["case"] == step)
+    def shows(timings):
         return (
-            f"A step reads its weights at {one['of gemv']:.0%} of the rate of a matrix-vector product; a batch of 4 "
-            f"takes {ratio(timings, 'batch of 4', step):.2f} times as long as one step, verifying 4 tokens "
-            f"{ratio(timings, 'verify 4 tokens', step):.2f} times, a batch of 16 "
-            f"{ratio(timings, 'batch of 16', step):.2f} times."
+            f"A step reads its weights at {extra(step, timings)['of gemv']:.0%} of a matrix-vector product's rate. As "
+            f"multiples of its time, a batch of 4 takes {ratio(timings, 'batch of 4', step):.2f}, a batch of 16 "
+            f"{ratio(timings, 'batch of 16', step):.2f}, verifying 4 tokens {ratio(timings, 'verify 4 tokens', step):.2f}."
         )
 
     title = f"Steps after {depth} tokens, each over {step_bytes(model.config) / 1e6:.0f} MB of weights"
-    report.table(title, cases, rows, shows, idea="weights read once for several rows")
+    report.table(title, cases, shows, extra=extra, idea="weights read once for several rows")
 
 
 def main(arguments=None):
-    arguments = parser(__doc__, repetitions=10, model=True).parse_args(arguments)
+    arguments = parser(__doc__, repetitions=10).parse_args(arguments)
     model, _ = load_model(arguments)
     report = Report(f"Forward passes of {name_of(arguments)}, float32", arguments, SECONDS)
     measure_prompts(report, model)

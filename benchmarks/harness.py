@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, models, timing in turns, tables, JSON, plots, and a description of the machine."""
+"""What all benchmarks share: options, models, timing in turns, tables, JSON, plots, the machine they run on."""
 
 import argparse
 import importlib.util
@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 import minigen
 
-# No benchmark downloads anything; huggingface_hub reads this when it is imported.
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no benchmark downloads anything
 ROOT = Path(__file__).resolve().parents[1]
+GPT2_VOCABULARY = ROOT / "tests" / "data" / "gpt2-bpe"
 # A model of random weights takes the same time as a trained one of the same shape.
 SHAPES = {
     "distilgpt2": {"n_embd": 768, "n_layer": 6, "n_head": 12},
@@ -40,21 +40,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text):
-    """The type of `--repetitions`."""
+    """The type of a whole number of 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
+def checkpoint(name):
+    """The type of `--model`: a checkpoint's folder."""
+    for path in (Path(name).expanduser(), ROOT / "weights" / name):
+        if (path / "config.json").is_file():
+            return path
+    raise argparse.ArgumentTypeError(
+        f"{name} is neither a checkpoint's folder nor a bundled model; nothing is downloaded"
+    )
+
+
 def output(name):
-    """The type of an output file: refuses, before anything is measured, a file that cannot be written."""
+    """The type of an output file: refuses, before anything is measured, one that cannot be written."""
     if not os.access(Path(name).parent, os.W_OK) or Path(name).is_dir():
         raise argparse.ArgumentTypeError(f"{name} cannot be written: name a file in an existing folder")
-    return name
+    return Path(name)
 
 
 def picture(name):
-    """The type of `--plot`: refuses, before anything is measured, a plot that cannot be drawn."""
+    """The type of a plot's file: refuses, before anything is measured, one that cannot be drawn."""
     if Path(name).suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{name} ends neither in .png nor in .svg")
     if importlib.util.find_spec("matplotlib") is None:
@@ -62,31 +72,21 @@ def picture(name):
     return output(name)
 
 
-def parser(description, repetitions, model=False, plot=False):
-    """The options that every benchmark has, and on request those that choose a model and draw a plot."""
-    options = Parser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    options.add_argument(
-        "--repetitions", type=count, metavar="N", help=f"timed calls of each case, {repetitions} by default"
-    )
-    quick = "the bundled model, short texts, few repetitions" if model else "few repetitions"
-    options.add_argument("--quick", action="store_true", help=f"{quick}: shows that it runs, not how fast")
-    options.add_argument("--json", type=output, metavar="FILE", help="also write the figures to this file")
+def parser(description, repetitions, model=True, plot=False):
+    """The options that every benchmark has, and those that choose a model and draw a plot."""
+    options = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = options.add_argument
+    add("--quick", action="store_true", help="small model, short texts, few repetitions: shows that it runs")
+    add("--repetitions", type=count, metavar="N", help=f"timed calls of each case, {repetitions} by default")
+    add("--json", type=output, metavar="FILE", help="also write the figures to this file")
     if plot:
-        options.add_argument("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
+        add("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
     if model:
-        which = options.add_mutually_exclusive_group()
-        which.add_argument("--model", metavar="NAME", help="a checkpoint on disk: folder, bundled name or hub id")
-        which.add_argument("--shape", choices=SHAPES, help="random weights of this shape; the default is gpt2")
-    options.set_defaults(default_repetitions=repetitions, model=None, shape=None)
+        add = options.add_mutually_exclusive_group().add_argument
+        add("--model", type=checkpoint, metavar="FOLDER", help="a checkpoint's folder, or the name of a bundled model")
+        add("--shape", choices=SHAPES, help="random weights of this shape; the default is gpt2")
+    options.set_defaults(default_repetitions=repetitions)
     return options
-
-
-def refuse(sentence):
-    """End with one sentence on stderr, as `Parser` does."""
-    print(sentence, file=sys.stderr)
-    sys.exit(2)
 
 
 # ---------------------------------------------------------------------------------------- models
@@ -100,7 +100,7 @@ def shape_of(arguments):
 def name_of(arguments):
     """The model that the options ask for, in words, for a title."""
     shape = shape_of(arguments)
-    return f"random weights of {shape}'s shape" if shape else arguments.model or "the bundled model"
+    return f"random weights of {shape}'s shape" if shape else arguments.model.name if arguments.model else "fairytale"
 
 
 def random_parameters(config):
@@ -121,42 +121,28 @@ def random_parameters(config):
 def random_model(shape):
     """(model, tokenizer) of random weights; the tokenizer is GPT-2's."""
     config = minigen.GPT2Config(**SHAPES[shape])
-    tokenizer = minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", config.vocab_size)
+    tokenizer = minigen.Tokenizer.from_folder(GPT2_VOCABULARY, config.vocab_size)
     return minigen.GPT2(config, random_parameters(config)), tokenizer
 
 
 def load_model(arguments):
     """(model, tokenizer) that the options ask for."""
-    if shape := shape_of(arguments):
-        return random_model(shape)
-    try:
-        return minigen.load(arguments.model)
-    except (OSError, ValueError) as error:
-        refuse(error)
+    shape = shape_of(arguments)
+    return random_model(shape) if shape else minigen.load(arguments.model or "fairytale")
 
 
 def checkpoint_of(arguments, folder):
     """The checkpoint's folder that the options ask for; random weights are written to `folder`."""
-    if shape := shape_of(arguments):
-        config = minigen.GPT2Config(**SHAPES[shape])
-        described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
-        (folder / "config.json").write_text(json.dumps(described))
-        save_file(dict(random_parameters(config)), folder / "model.safetensors", {"format": "pt"})
-        for name in ("vocab.json", "merges.txt"):
-            shutil.copy(ROOT / "tests" / "data" / "gpt2-bpe" / name, folder)
-        return folder
-    name = arguments.model or "fairytale"
-    for path in (Path(name).expanduser(), ROOT / "weights" / name):
-        if path.is_dir():
-            return path
-    from huggingface_hub import snapshot_download
-
-    if name in SHAPES:
-        name = f"{'distilbert' if name == 'distilgpt2' else 'openai-community'}/{name}"
-    try:
-        return Path(snapshot_download(name))
-    except (OSError, ValueError):
-        refuse(f"{name} is neither a checkpoint's folder nor in the hub's local cache; benchmarks download nothing")
+    shape = shape_of(arguments)
+    if not shape:
+        return arguments.model or checkpoint("fairytale")
+    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
+    (folder / "config.json").write_text(json.dumps(described))
+    parameters = random_parameters(minigen.GPT2Config(**SHAPES[shape]))
+    save_file(dict(parameters), folder / "model.safetensors", {"format": "pt"})
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(GPT2_VOCABULARY / name, folder)
+    return folder
 
 
 def config_of(folder):
@@ -172,12 +158,12 @@ def random_ids(config, *shape):
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one call."""
+    """Milliseconds of one call: median and extremes of wall time, median of this process's processor time."""
 
     median: float
     min: float
     max: float
-    cpu: float | None  # median of the processor time of this process; None if the call did not measure it
+    cpu: float | None  # None if the call timed itself and did not measure it
 
 
 def timed(call, times=1):
@@ -195,20 +181,17 @@ def measure(cases, repetitions, warm_up=1, progress=lambda *_: None):
     progress: called with (name, number of calls made, number of all calls). Returns name -> `Timing`.
     """
     seconds = {name: [] for name in cases}
-    n_calls = (warm_up + repetitions) * len(cases)
-    for turn in range(warm_up + repetitions):
-        for i, (name, call) in enumerate(cases.items()):
-            progress(name, turn * len(cases) + i, n_calls)
-            returned = []
-            pair = timed(lambda call=call, returned=returned: returned.append(call()))
-            own = returned[0]
-            if isinstance(own, float | tuple):
-                pair = own if isinstance(own, tuple) else (own, None)
-            if turn >= warm_up:
-                seconds[name].append(pair)
+    names = [*cases] * (warm_up + repetitions)
+    for i, name in enumerate(names):
+        progress(name, i, len(names))
+        returned = []
+        pair = timed(lambda name=name, returned=returned: returned.append(cases[name]()))
+        if isinstance(returned[0], float | tuple):
+            pair = returned[0] if isinstance(returned[0], tuple) else (returned[0], None)
+        seconds[name].append(pair)
     timings = {}
     for name, pairs in seconds.items():
-        wall, cpu = zip(*pairs, strict=True)
+        wall, cpu = zip(*pairs[warm_up:], strict=True)
         cpu = None if None in cpu else 1000 * float(np.median(cpu))
         timings[name] = Timing(*(1000 * float(f(wall)) for f in (np.median, np.min, np.max)), cpu)
     return timings
@@ -230,19 +213,16 @@ def ratio(timings, name, base):
 
 def machine():
     """What the figures depend on: processor, cores, NumPy and its BLAS."""
-    cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
-        "cpu": cpu,
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": f"{blas.get('name')} {blas.get('version')}",
-        "threads": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
         "minigen": minigen.__version__,
     }
 
@@ -262,42 +242,47 @@ class Report:
     """The tables of one benchmark: each is printed as soon as it is measured, and saved with `--json`."""
 
     def __init__(self, title, arguments, seconds, notes=()):
-        """seconds: {"quick": ..., "full": ...}, what the whole benchmark took on two cores with its default model."""
+        """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
         self.quick, self.json = arguments.quick, arguments.json
         self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
         self.figures = {"title": title, "machine": machine(), "notes": list(notes), "tables": []}
         print(title, ", ".join(f"{key} {value}" for key, value in self.figures["machine"].items()), *notes, sep="\n")
-        kind, model = ("quick", "the bundled model") if self.quick else ("full", "gpt2's shape")
-        print(f"takes about {duration(seconds[kind])} with {model} on two cores", flush=True)
+        run, model = ("quick", "the bundled model") if self.quick else ("full", "the default model")
+        print(f"a {run} run takes about {duration(seconds[run])} on two cores with {model}", flush=True)
 
-    def table(self, title, cases, rows, shows, idea=None, repetitions=None, warm_up=1):
+    def table(self, title, cases, shows, *, extra=lambda name, timings: {}, rows=None, idea=None, once=False):
         """Measure cases, print a table and a sentence; returns the rows.
 
-        cases: as in `measure`. rows: timings -> list of dicts with the same keys. shows: (rows, timings) -> one
-        sentence. idea: its name in the table of ideas in README.md; None leaves the table out of it.
+        cases: as in `measure`. shows: timings -> one sentence about them. extra: (name of a case, timings) -> more
+        columns of its row, or None for no row. rows: timings -> all rows, in place of a row per case. idea: what this
+        is in README.md's table of ideas; without one the table is not in it. once: one call of each case, no warm-up.
         """
         print(f"\n{title}", flush=True)
-        start = time.perf_counter()
+        start, terminal = time.perf_counter(), sys.stderr.isatty()
 
         def progress(name, done, n_calls):
-            if sys.stderr.isatty():
-                left = (time.perf_counter() - start) / done * (n_calls - done) if done else None
-                remaining = f", about {duration(left)} left" if left else ""
-                print(f"\r\x1b[K  {done} of {n_calls}: {name}{remaining}", end="", file=sys.stderr, flush=True)
+            if terminal:
+                seconds = (time.perf_counter() - start) / max(done, 1) * (n_calls - done)
+                left = f", about {duration(seconds)} left" if done else ""
+                print(f"\r\x1b[K  {done} of {n_calls}: {name}{left}", end="", file=sys.stderr, flush=True)
 
-        timings = measure(cases, repetitions or self.repetitions, warm_up, progress)
-        if sys.stderr.isatty():
+        timings = measure(cases, 1 if once else self.repetitions, 0 if once else 1, progress)
+        if terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        made = rows(timings)
-        cells = [list(made[0])] + [[cell(value) for value in row.values()] for row in made]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for line in cells:
+        if rows is None:
+            more = {name: extra(name, timings) for name in cases}
+            made = [{"case": name, **columns(timings[name]), **more[name]} for name in cases if more[name] is not None]
+        else:
+            made = rows(timings)
+        lines = [list(made[0])] + [[cell(value) for value in row.values()] for row in made]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
             print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
-        sentence = shows(made, timings)
+        sentence = shows(timings)
         print(f"-> {sentence}", flush=True)
         self.figures["tables"].append({"title": title, "idea": idea, "shows": sentence, "rows": made})
         if self.json:
-            Path(self.json).write_text(json.dumps(self.figures, indent=1))
+            self.json.write_text(json.dumps(self.figures, indent=1))
         return made
 
 

@@ -1,21 +1,19 @@
-"""What the KV cache saves and what it costs: naive loop against cached loop, memory, prompt caches, long texts.
+"""What the KV cache saves and what it takes: naive loop against cached loop, prompt caches, memory.
 
     python -m benchmarks.kv_cache --shape gpt2 --plot kv_cache.png
 
-    tg1 @ dN         one more token after N others. With the cache, a forward pass over that token; the naive loop
-                     runs the forward pass over the whole text
-    prompt of N      `generate` up to the first token: without a prompt-cache file, while one is saved, and from a
-                     saved one
-    context shift    a text several times as long as the context; the slowest token is the one after a shift, for
-                     which half a context is computed again. With "window 128" each token sees the last 128 tokens only
+    tg1 @ dN         one more token after N others: with the cache a forward pass over that token, in the naive loop
+                     one over the whole text
+    prompt of N      `generate` up to the first token: without a prompt-cache file, with one that is written, and with
+                     one that is read
+    context shift    a text several times as long as the context; its slowest token is the one after a shift, for which
+                     half a context is computed again. With "window 128" each token sees the last 128 tokens only
 
-MB are millions of bytes; resident memory is that of the process. Long texts come from the bundled model unless --model
-or --shape asks for another one.
+MB are millions of bytes. Memory is that of the bundled model, unless --model or --shape asks for another one.
 """
 
 import argparse
 import math
-import multiprocessing
 import os
 import tempfile
 import time
@@ -42,7 +40,7 @@ def measure_loops(report, model):
     last = model.config.n_positions - 1
     depths = sorted({min(depth, last) for depth in DEPTHS})
     ids = random_ids(model.config, 1, last + 1)
-    cases = {}
+    cases, naive = {}, {}
     for depth in depths:
         cache = model.new_cache(capacity=depth + 1)
         model.forward(ids[:, :depth], cache)
@@ -51,40 +49,35 @@ def measure_loops(report, model):
             cache.truncate(depth)
             model.forward(ids[:, depth : depth + 1], cache)
 
-        cases[depth, "cached"] = lambda cached=cached: timed(cached, 4)
-        cases[depth, "naive"] = lambda depth=depth: model.forward(ids[:, : depth + 1])
-    shallow = depths[0]
+        step = f"tg1 @ d{depth}"
+        naive[step] = f"{step}, naive"
+        cases[step] = lambda cached=cached: timed(cached, 4)
+        cases[naive[step]] = lambda depth=depth: model.forward(ids[:, : depth + 1])
+    shallow, *_, deep = naive
 
-    def rows(timings):
-        return [
-            {
-                "case": f"tg1 @ d{depth}",
-                "ms cached": timings[depth, "cached"].median,
-                "min": timings[depth, "cached"].min,
-                "max": timings[depth, "cached"].max,
-                "cpu ms": timings[depth, "cached"].cpu,
-                f"against d{shallow}": ratio(timings, (depth, "cached"), (shallow, "cached")),
-                "ms naive": timings[depth, "naive"].median,
-                "naive min": timings[depth, "naive"].min,
-                "naive max": timings[depth, "naive"].max,
-                "naive / cached": ratio(timings, (depth, "naive"), (depth, "cached")),
-            }
-            for depth in depths
-        ]
+    def extra(case, timings):
+        if case not in naive:
+            return None
+        return {
+            f"against d{depths[0]}": ratio(timings, case, shallow),
+            "ms naive": timings[naive[case]].median,
+            "naive min": timings[naive[case]].min,
+            "naive / cached": ratio(timings, naive[case], case),
+        }
 
-    def shows(rows, timings):
+    def shows(timings):
         n_prompt = min(LOOP, (last + 1) // 2)
-        after = range(n_prompt - 1, 2 * n_prompt - 1)  # depths of the tokens from which the new ones follow
-        curve = {way: np.interp(after, depths, [timings[d, way].median for d in depths]) for way in ("naive", "cached")}
-        gain = curve["naive"].sum() / (curve["naive"][0] + curve["cached"][1:].sum())  # the prompt is run by both
-        deep = depths[-1]
+        after = range(n_prompt - 1, 2 * n_prompt - 1)  # how many tokens come before each one that is run
+        without = np.interp(after, depths, [timings[case].median for case in naive.values()])
+        with_cache = np.interp(after, depths, [timings[case].median for case in naive])
+        gain = without.sum() / (without[0] + with_cache[1:].sum())  # both run the whole prompt first
         return (
-            f"For a prompt of {n_prompt} and {n_prompt} new tokens the cached loop is {gain:.1f} times as fast as the "
-            f"naive one (its time between the measured depths is interpolated); a cached step after {deep} tokens takes "
-            f"{ratio(timings, (deep, 'cached'), (shallow, 'cached')):.2f} times as long as one after {shallow}."
+            f"{n_prompt} tokens after a prompt of {n_prompt}, by interpolation: the cached loop is {gain:.1f} times as fast "
+            f"as the naive one. A cached step takes {ratio(timings, deep, shallow):.2f} times as long after "
+            f"{depths[-1]} tokens as after {depths[0]}."
         )
 
-    return report.table("One token with and without the cache", cases, rows, shows, idea="KV cache")
+    return report.table("One token with and without the cache", cases, shows, extra=extra, idea="KV cache")
 
 
 def draw(rows, file, title):
@@ -92,50 +85,14 @@ def draw(rows, file, title):
     depths = [int(row["case"].partition("@ d")[2]) for row in rows]
     with plot(file, title, panels=2) as panels:
         for axes, scale in zip(panels, ("linear", "log"), strict=True):
-            for way, colour in (("naive", "0.6"), ("cached", "C0")):
-                fastest = [row["min" if way == "cached" else "naive min"] for row in rows]  # least disturbed by others
-                axes.plot(depths, fastest, color=colour, marker="o", label=way)
+            # The fastest call of each case is the one that other programs disturbed least.
+            for way, column, colour in (("naive", "naive min", "0.6"), ("cached", "min", "C0")):
+                axes.plot(depths, [row[column] for row in rows], color=colour, marker="o", label=way)
             axes.set_yscale(scale)
             axes.set_xlabel("tokens before this one")
         panels[0].set_ylim(bottom=0)
-        panels[0].set_ylabel("milliseconds per token, fastest run")
+        panels[0].set_ylabel("milliseconds per token, fastest call")
         panels[0].legend()
-
-
-def grow(config, batch, capacity, window):
-    """(MB of a cache's arrays, MB by which this process grows when they are filled)."""
-    new_cache = minigen.KVCache  # imports what it needs, which is not the cache's memory
-    before = resident()
-    cache = new_cache(config.n_layer, config.n_head, config.d_head, capacity, batch, window)
-    for slots in cache.keys + cache.values:
-        slots[:] = 1  # allocated memory becomes resident when it is written to
-    return cache.nbytes / 1e6, resident() - before
-
-
-def measure_memory(report, config):
-    few = min(256, config.n_positions)
-    asked = {f"{n} x {few}": (n, few, None) for n in (1, 8)}
-    asked[f"1 x {config.n_positions}"] = 1, config.n_positions, None
-    asked["window 128"] = 1, min(192, config.n_positions), min(128, config.n_positions)
-    grown = {}
-
-    def run(name):
-        # In a fresh process, because this one may still hold memory that an earlier cache has given back.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            grown[name] = pool.apply(grow, (config, *asked[name]))
-
-    def rows(_):
-        return [
-            {"rows x tokens": name, "MB nbytes": nbytes, "MB grown": more, "grown / nbytes": more / nbytes}
-            for name, (nbytes, more) in grown.items()
-        ]
-
-    def shows(rows, _):
-        most = rows[2]
-        return f"A text of {config.n_positions} tokens takes {most['MB nbytes']:.1f} MB of keys and values."
-
-    cases = {name: lambda name=name: run(name) for name in asked}
-    report.table("Memory of a cache", cases, rows, shows, repetitions=1, warm_up=0)
 
 
 def measure_prompt_cache(report, model, tokenizer):
@@ -145,97 +102,85 @@ def measure_prompt_cache(report, model, tokenizer):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "prompt.safetensors")
 
-        def first_token(name):
-            if name == "saving":
+        def run(case):
+            if case == "written":
                 file.unlink(missing_ok=True)
+            path = None if case == "no file" else file
 
-            def call():
-                path = None if name == "without" else file
+            def first_token():
                 (done,) = minigen.generate(model, tokenizer, [ids], cache=path, max_tokens=1, temperature=0)
-                reused[name] = done.timings.reused_tokens
+                reused[case] = done.timings.reused_tokens
 
-            return timed(call)
+            return timed(first_token)
 
-        def rows(timings):
-            return [
-                {
-                    "case": name,
-                    "ms": timing.median,
-                    "min": timing.min,
-                    "max": timing.max,
-                    "cpu ms": timing.cpu,
-                    "tokens reused": reused[name],
-                    "MB file": "-" if name == "without" else file.stat().st_size / 1e6,
-                    "against without": ratio(timings, name, "without"),
-                }
-                for name, timing in timings.items()
-            ]
+        def extra(case, timings):
+            return {"tokens reused": reused[case], "against no file": ratio(timings, case, "no file")}
 
-        def shows(_, timings):
+        def shows(timings):
+            size = file.stat().st_size
             return (
-                f"The first token after a saved prompt of {n_prompt} takes {ratio(timings, 'saved', 'without'):.3f} of "
-                f"the time without a file; saving takes {ratio(timings, 'saving', 'without') - 1:+.0%}."
+                f"The first token takes {ratio(timings, 'read', 'no file'):.3f} of the time if the prompt is read from a "
+                f"file, {ratio(timings, 'written', 'no file'):.2f} if it is written to one ({size / 1e6:.1f} MB)."
             )
 
-        cases = {name: lambda name=name: first_token(name) for name in ("without", "saving", "saved")}
+        cases = {case: lambda case=case: run(case) for case in ("no file", "written", "read")}
         title = f"Prompt of {n_prompt} up to its first token, with a prompt-cache file"
-        report.table(title, cases, rows, shows, idea="prompt cache")
+        report.table(title, cases, shows, extra=extra, idea="prompt cache")
 
 
-def measure_long_texts(report, model, tokenizer, name):
-    n_tokens = (1 if report.quick else 6) * min(512, model.config.n_positions) + 88
+def measure_memory(report, model, tokenizer, name):
+    n = model.config.n_positions
+    n_long = (1 if report.quick else 6) * min(512, n) + 88
+    # Case -> tokens and options. The process is larger after each of them, so what takes least comes first.
+    asked = {
+        "window 128, context shift": (n_long, {"window": min(128, n), "context_shift": True}),
+        "one context": (n - 1, {}),
+        "context shift": (n_long, {"context_shift": True}),
+        "4 texts of one context": (n - 1, {"num_return_sequences": 4}),
+    }
     made = {}
 
-    def run(case, options):
-        seconds, memory = [], []
-        steps = minigen.stream(
-            model, tokenizer, "", seed=1, max_tokens=n_tokens, context_shift=True, ignore_eos=True, **options
-        )
-        start = time.perf_counter()
-        for step in steps:
-            seconds.append(time.perf_counter() - start)
-            memory.append(resident())
-            start = time.perf_counter()
-        ms = 1000 * np.array(seconds)
+    def run(case):
+        n_tokens, options = asked[case]
+        marks, memory = [time.perf_counter()], []
+        for step in minigen.stream(model, tokenizer, "", seed=1, max_tokens=n_tokens, ignore_eos=True, **options):
+            if step.row == 0:
+                marks.append(time.perf_counter())
+                memory.append(resident())
+        ms, third = 1000 * np.diff(marks), n_tokens // 3
         made[case] = {
             "case": case,
-            "tokens": len(ms),
-            "ms first third": float(np.median(ms[: n_tokens // 3])),
-            "ms last third": float(np.median(ms[-n_tokens // 3 :])),
+            "tokens": n_tokens,
+            "ms first third": float(np.median(ms[:third])),
+            "ms last third": float(np.median(ms[-third:])),
             "slowest": float(ms[1:].max()),
             "MB cache": step.completion.timings.cache_bytes / 1e6,
-            "MB resident at 1/3": memory[n_tokens // 3],
+            "MB process after a third": memory[third],
             "at the end": memory[-1],
         }
 
-    def shows(rows, _):
-        growth = max(row["at the end"] / row["MB resident at 1/3"] for row in rows) - 1
-        slower = max(row["ms last third"] / row["ms first third"] for row in rows)
+    def shows(_):
+        shifted = [made[case] for case in asked if "shift" in case]
+        growth = max(row["at the end"] / row["MB process after a third"] for row in shifted) - 1
         return (
-            f"From the first third of the text to its end, resident memory grows by at most {growth:.1%}; a token of "
-            f"the last third takes at most {slower:.2f} times as long as one of the first."
+            f"Keys and values of {n} tokens take {made['one context']['MB cache']:.1f} MB. Over texts of {n_long} tokens "
+            f"the process grows by at most {growth:.1%} between the first third and the end."
         )
 
-    cases = {
-        "context shift": lambda: run("context shift", {}),
-        "window 128": lambda: run("window 128", {"window": min(128, model.config.n_positions)}),
-    }
-    title = f"A text of {n_tokens} tokens from {name}, whose context is {model.config.n_positions}"
-    report.table(title, cases, lambda _: list(made.values()), shows, repetitions=1, warm_up=0)
+    title = f"Memory, for texts from {name}, whose context is {n}"
+    cases = {case: lambda case=case: run(case) for case in asked}
+    report.table(title, cases, shows, rows=lambda _: list(made.values()), once=True, idea="window and context shift")
 
 
 def main(arguments=None):
-    arguments = parser(__doc__, repetitions=5, model=True, plot=True).parse_args(arguments)
+    arguments = parser(__doc__, repetitions=5, plot=True).parse_args(arguments)
     report = Report(f"KV cache of {name_of(arguments)}, float32", arguments, SECONDS)
-    # Long texts first, while the process is small: resident memory then shows what they take.
+    # First, while the process is small.
     bundled = argparse.Namespace(model=None, shape=None, quick=True)
     asked = arguments if arguments.model or arguments.shape else bundled
-    model, tokenizer = load_model(asked)
-    measure_long_texts(report, model, tokenizer, name_of(asked))
-    if asked is bundled and not arguments.quick:
-        model, tokenizer = load_model(arguments)
+    measure_memory(report, *load_model(asked), name_of(asked))
+    model, tokenizer = load_model(arguments)
     loops = measure_loops(report, model)
-    measure_memory(report, model.config)
     measure_prompt_cache(report, model, tokenizer)
     if arguments.plot:
         draw(loops, arguments.plot, f"{name_of(arguments)}: naive loop against cached loop")

@@ -1,14 +1,16 @@
-"""From logits to a token: each filter, and mixes, on 50,257 logits, next to the processors of transformers.
+"""From logits to a token: each filter, and mixes of filters, on 50,257 logits.
 
     python -m benchmarks.sampler
 
 "likely" logits have a few likely tokens, as those of a model that is sure of itself; "flat" ones have tens of
-thousands. transformers is measured if it is installed.
+thousands. transformers' processors for the same options are measured next to ours if they are installed.
 """
+
+import importlib.util
 
 import numpy as np
 
-from benchmarks.harness import Report, columns, parser, ratio
+from benchmarks.harness import Report, parser, ratio
 from minigen import History, SamplingConfig, draw, probs
 
 SECONDS = {"quick": 2, "full": 10}
@@ -24,66 +26,50 @@ CASES = {
     "typical-p 0.9": OFF | {"typical_p": 0.9},
     "repetition penalty 1.2": OFF | {"repetition_penalty": 1.2},
     "no repeated 3-gram": OFF | {"no_repeat_ngram_size": 3},
-    "temperature, top-k 50, top-p 0.9": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
     DEFAULT: {"temperature": 0.7, "top_p": 0.9},
-    "all": {
-        "temperature": 0.7,
-        "top_k": 1000,
-        "top_p": 0.95,
-        "min_p": 0.001,
-        "typical_p": 0.95,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.1,
-        "no_repeat_ngram_size": 3,
-        "logit_bias": {11: 1.0},
-    },
+    "temperature, top-k 50, top-p 0.9": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+}
+# The same options in transformers, in the order in which its own sampling applies them.
+PEERS = {
+    "repetition_penalty": "RepetitionPenaltyLogitsProcessor",
+    "no_repeat_ngram_size": "NoRepeatNGramLogitsProcessor",
+    "temperature": "TemperatureLogitsWarper",
+    "top_k": "TopKLogitsWarper",
+    "top_p": "TopPLogitsWarper",
+    "min_p": "MinPLogitsWarper",
+    "typical_p": "TypicalLogitsWarper",
 }
 
 
-def chooser(history, options):
-    """minigen's choice of a token for a row of logits."""
+def chooser(logits, history, options):
+    """A function that chooses a token as minigen does."""
     config, rng = SamplingConfig(**options), np.random.default_rng(0)
-    return lambda logits: draw(probs(logits, history, config), rng)
+    return lambda: draw(probs(logits, history, config), rng)
 
 
-def peer_chooser(history, options):
-    """transformers' choice for the same options, by its own processors; None if it is not installed.
+def peer_chooser(logits, history, options):
+    """A function that chooses a token as transformers does: processors, softmax, multinomial."""
+    import torch
+    from transformers.generation import logits_process
 
-    Like the library's own sampling it ends with softmax and multinomial. It has no frequency penalty.
-    """
-    try:
-        import torch
-        from transformers.generation import logits_process as hf
-    except ImportError:
-        return None
     torch.set_num_threads(1)  # minigen's sampler has one thread too, and torch's idle ones would take its core
-    makers = {
-        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
-        "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
-        "logit_bias": lambda x: hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in x.items()]),
-        "temperature": hf.TemperatureLogitsWarper,
-        "top_k": hf.TopKLogitsWarper,
-        "top_p": hf.TopPLogitsWarper,
-        "min_p": hf.MinPLogitsWarper,
-        "typical_p": hf.TypicalLogitsWarper,
-    }
+    scores, ids = torch.from_numpy(logits)[None], torch.tensor([history.ids])
     if options["temperature"] == 0:
-        return lambda logits: int(torch.from_numpy(logits).argmax())
-    options = {name: value for name, value in options.items() if value != OFF.get(name)}
-    chain = [makers[name](options[name]) for name in makers if name in options]
-    input_ids = torch.tensor([history.ids])
+        return lambda: int(scores.argmax())
+    used = [name for name in PEERS if name in options and options[name] != OFF.get(name)]
+    chain = [getattr(logits_process, PEERS[name])(options[name]) for name in used]
 
-    def choose(logits):
-        scores = torch.from_numpy(logits)[None]
+    def choose():
+        filtered = scores
         for processor in chain:
-            scores = processor(input_ids, scores)
-        return int(torch.multinomial(torch.softmax(scores, -1), 1))
+            filtered = processor(ids, filtered)
+        return int(torch.multinomial(torch.softmax(filtered, -1), 1))
 
     return choose
 
 
 def main(arguments=None):
-    arguments = parser(__doc__, repetitions=30).parse_args(arguments)
+    arguments = parser(__doc__, repetitions=30, model=False).parse_args(arguments)
     report = Report(f"From logits to a token, one row of {V:,} logits", arguments, SECONDS)
     # glibc returns freed blocks to the system, and faults them in again, until a larger block was freed once. A process
     # that runs a model has long done so; without this line every figure here doubles.
@@ -93,36 +79,28 @@ def main(arguments=None):
     likely = 3 * flat
     likely[rng.integers(0, V, 5)] += np.float32([14, 13, 13, 12, 11])
     history = History(rng.integers(0, 5000, 500).tolist(), 300)
+    peer = {}
+    if all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        peer = {case: f"{case}, transformers" for case in CASES}
 
     for kind, logits in (("likely", likely), ("flat", flat)):
-        cases = {}
-        for name, options in CASES.items():
-            for engine, make in (("minigen", chooser), ("transformers", peer_chooser)):
-                if choose := make(history, options):
-                    cases[name, engine] = lambda choose=choose, logits=logits: choose(logits)
+        cases = {case: chooser(logits, history, options) for case, options in CASES.items()}
+        cases |= {peer[case]: peer_chooser(logits, history, CASES[case]) for case in peer}
 
-        def rows(timings, logits=logits):
-            made = []
-            for name, options in CASES.items():
-                kept = np.count_nonzero(probs(logits, history, SamplingConfig(**options)))
-                row = {"filters": name, **columns(timings[name, "minigen"]), "tokens kept": int(kept)}
-                if (name, "transformers") in timings:
-                    row["ms transformers"] = timings[name, "transformers"].median
-                    row["ratio"] = ratio(timings, (name, "minigen"), (name, "transformers"))
-                made.append(row)
-            return made
+        def extra(case, timings, logits=logits):
+            if case not in CASES:
+                return None
+            kept = np.count_nonzero(probs(logits, history, SamplingConfig(**CASES[case])))
+            row = {"tokens kept": int(kept)}
+            if case in peer:
+                row |= {"ms transformers": timings[peer[case]].median, "ratio": ratio(timings, case, peer[case])}
+            return row
 
-        def shows(_, timings):
-            peer = ""
-            if (DEFAULT, "transformers") in timings:
-                peer = f", {ratio(timings, (DEFAULT, 'minigen'), (DEFAULT, 'transformers')):.2f} of transformers' time"
-            most = max(timings[name, "minigen"].median for name in CASES)
-            return (
-                f"A token at the default options takes {timings[DEFAULT, 'minigen'].median:.2f} ms{peer}; "
-                f"the slowest of these options take {most:.2f} ms."
-            )
+        def shows(timings):
+            compared = f", {ratio(timings, DEFAULT, peer[DEFAULT]):.2f} of transformers' time" if peer else ""
+            return f"Choosing a token takes {timings[DEFAULT].median:.2f} ms at the default options{compared}."
 
-        report.table(f"{kind} logits", cases, rows, shows, idea="sampling" if kind == "likely" else None)
+        report.table(f"{kind} logits", cases, shows, extra=extra, idea="sampling" if kind == "likely" else None)
 
 
 if __name__ == "__main__":

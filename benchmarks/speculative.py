@@ -29,20 +29,16 @@ SECONDS = {"quick": 12, "full": 1500}
 PROMPT = 128
 DRAFT = "distilgpt2"
 SAMPLING = {"temperature": 0.7}
-STORIES = [
-    "Once upon a time",
-    "The little fox was hungry.",
-    "Tom and his sister went to the park.",
-    "One day, a big storm came.",
-    "Lily had a red balloon.",
-    "In a small house by the sea lived an old man.",
-    '"Can I help you?" asked the bird.',
-    "The king had three daughters.",
-    "Ben found a shiny stone in the garden.",
-    "It was a cold winter morning.",
-    "Mum made a cake for",
-    "There was a dragon who was afraid of",
-]
+STORIES = """Once upon a time
+The little fox was hungry.
+Tom and his sister went to the park.
+One day, a big storm came.
+Lily had a red balloon.
+In a small house by the sea lived an old man.
+The king had three daughters.
+Ben found a shiny stone in the garden.
+It was a cold winter morning.
+There was a dragon who was afraid of""".splitlines()
 
 
 def supported(name, *values):
@@ -73,13 +69,18 @@ def tokens_per_pass(completions):
     return sum(done.timings.tokens for done in completions) / sum(x.speculation.target_passes for x in completions)
 
 
-def auto_against_fixed(gains):
-    """A sentence about rows of gains, each {length: gain}: "auto" against plain decoding and the best fixed length."""
-    if "auto" not in gains[0]:
-        return f"Gains are {min(map(min, map(dict.values, gains))):.2f} to {max(map(max, map(dict.values, gains))):.2f}."
-    plain = min(row["auto"] for row in gains)
-    fixed = min(row["auto"] / max(gain for k, gain in row.items() if k != "auto") for row in gains)
-    return f'At worst, "auto" reaches {plain:.2f} of plain decoding and {fixed:.2f} of the best fixed length.'
+def gains_sentence(gains):
+    """{row: {length: gain}} in words: the best of each row, and "auto" against plain decoding and the fixed lengths."""
+    best = "Best gains: " + ", ".join(f"{max(row.values()):.2f} ({name})" for name, row in gains.items())
+    auto = [
+        (row["auto"], max(gain for k, gain in row.items() if k != "auto")) for row in gains.values() if "auto" in row
+    ]
+    if not auto:
+        return f"{best}."
+    against_fixed = min(gain / fixed for gain, fixed in auto)
+    return (
+        f'{best}; "auto" reaches at worst {min(auto)[0]:.2f} of plain decoding and {against_fixed:.2f} of the best k.'
+    )
 
 
 # ---------------------------------------------------------------------------------------- a real pair
@@ -89,52 +90,53 @@ def measure_pair(report):
     lengths = (1, "auto") if report.quick else (1, 2, 4, "auto")
     stories, new = (STORIES[:2], 16) if report.quick else (STORIES, 64)
     (model, tokenizer), draft = load("fairytale"), load("distilfairytale")
-    results = {}
-
-    def run(case, options):
-        results[case] = []
-        for seed, story in enumerate(stories):
-            results[case] += generate(model, tokenizer, story, max_tokens=new, seed=seed, **options)
-        return seconds_per_token(results[case])
-
-    cases = {}
-    for temperature, rules in ((0.7, RULES), (0, RULES[:1])):  # greedy texts are the same under either rule
-        plain = {"temperature": temperature}
-        cases[temperature, "-", "plain"] = lambda plain=plain: run((plain["temperature"], "-", "plain"), plain)
+    asked, results = {}, {}
+    # Greedy texts are the same under either rule.
+    for temperature, rules in ((0.7, RULES), (0, RULES[:1])):
+        asked[temperature, "-", "plain"] = {"temperature": temperature}
         for rule in rules:
             for k in lengths:
-                case = temperature, rule.get("speculation_rule", "default"), k
-                options = plain | rule | {"draft_model": draft, "num_draft_tokens": k}
-                cases[case] = lambda case=case, options=options: run(case, options)
+                options = {"temperature": temperature, "draft_model": draft, "num_draft_tokens": k, **rule}
+                asked[temperature, rule.get("speculation_rule", "default"), k] = options
+
+    def run(case):
+        results[case] = []
+        for seed, story in enumerate(stories):
+            results[case] += generate(model, tokenizer, story, max_tokens=new, seed=seed, **asked[case])
+        return seconds_per_token(results[case])
+
+    def gain(case, timings):
+        return ratio(timings, (case[0], "-", "plain"), case)
+
+    def accepted(case):
+        stats = [done.speculation for done in results[case]]
+        return 100 * sum(x.accepted for x in stats) / max(1, sum(x.drafted for x in stats))
 
     def rows(timings):
-        made = []
-        for case, timing in timings.items():
-            temperature, rule, k = case
-            stats = [done.speculation for done in results[case] if done.speculation]
-            accepted = 100 * sum(x.accepted for x in stats) / max(1, sum(x.drafted for x in stats)) if stats else "-"
-            made.append(
-                {
-                    "temperature": temperature,
-                    "rule": rule,
-                    "drafts": k if k == "plain" else f"k={k}",
-                    "% accepted": accepted,
-                    "tokens/pass": tokens_per_pass(results[case]),
-                    "tokens/s": 1000 / timing.median,
-                    "gain": ratio(timings, (temperature, "-", "plain"), case),
-                }
-            )
-        return made
+        return [
+            {
+                "temperature": str(case[0]),
+                "rule": case[1],
+                "k": case[2],
+                "% accepted": accepted(case) if case[2] != "plain" else "-",
+                "tokens/pass": tokens_per_pass(results[case]),
+                "tokens/s": 1000 / timing.median,
+                "gain": gain(case, timings),
+            }
+            for case, timing in timings.items()
+        ]
 
-    def shows(rows, _):
-        first = [row for row in rows if row["drafts"] == "k=1" and row["temperature"]]
-        accepted = ", ".join(f"{row['% accepted']:.1f} % ({row['rule']} rule)" for row in first)
-        auto = [row for row in rows if row["drafts"] == "k=auto"]
-        gains = ", ".join(f"{row['gain']:.2f} at temperature {row['temperature']} ({row['rule']})" for row in auto)
-        return f'Of first drafts {accepted} are accepted; "auto" gains {gains}.'
+    def shows(timings):
+        first = ", ".join(f"{accepted(case):.1f} % ({case[1]} rule)" for case in asked if case[0] and case[2] == 1)
+        gains = {}
+        for case in asked:
+            if case[2] != "plain":
+                gains.setdefault(f"temperature {case[0]}, {case[1]} rule", {})[case[2]] = gain(case, timings)
+        return f"First drafts accepted at temperature 0.7: {first}. {gains_sentence(gains)}"
 
-    title = f"Fairytale drafted by distilfairytale, {len(stories)} stories of {new} tokens"
-    report.table(title, cases, rows, shows, idea="speculative decoding, bundled pair")
+    cases = {case: lambda case=case: run(case) for case in asked}
+    title = f"fairytale drafted by distilfairytale, {len(stories)} stories of {new} tokens"
+    report.table(title, cases, shows, rows=rows, idea="speculative decoding, bundled pair")
 
 
 # ---------------------------------------------------------------------------------------- models that follow a text
@@ -188,28 +190,21 @@ def draft_script(text, acceptance):
 
 
 def gain_table(report, title, texts, lengths, run, label, idea):
-    """A table with a row for each text and the gain of each length; run: (text's name, length or "plain") -> seconds."""
-    first = next(iter(texts))
-    cases = {"plain": lambda: run(first, "plain")}  # the same for every text
+    """A row for each text with the gain of each length; run: (the text's name, k or "plain") -> seconds per token."""
+    cases = {"plain": lambda: run(next(iter(texts)), "plain")}  # takes the same time for every text
     cases |= {(text, k): lambda text=text, k=k: run(text, k) for text in texts for k in lengths}
 
     def gains(timings):
-        return [{k: ratio(timings, "plain", (text, k)) for k in lengths} for text in texts]
+        return {f"{label} {text}": {k: ratio(timings, "plain", (text, k)) for k in lengths} for text in texts}
 
     def rows(timings):
-        plain = 1000 / timings["plain"].median
+        plain = {"plain tokens/s": 1000 / timings["plain"].median}
         return [
-            {label: text, "plain tokens/s": plain, **{f"gain k={k}": gain for k, gain in row.items()}}
-            for text, row in zip(texts, gains(timings), strict=True)
+            {"": name, **plain, **{f"gain k={k}": gain for k, gain in row.items()}}
+            for name, row in gains(timings).items()
         ]
 
-    def shows(_, timings):
-        best = ", ".join(
-            f"{max(row.values()):.2f} for {text}" for text, row in zip(texts, gains(timings), strict=True)
-        )
-        return f"Best gain by {label}: {best}. {auto_against_fixed(gains(timings))}"
-
-    report.table(title, cases, rows, shows, idea, warm_up=0 if report.quick else 1)
+    report.table(title, cases, lambda timings: gains_sentence(gains(timings)), rows=rows, idea=idea)
 
 
 def measure_acceptance(report, name, target, draft_name, draft, tokenizer, acceptances, new):
@@ -263,7 +258,7 @@ def model_list(text):
 
 
 def main(arguments=None):
-    options = parser(__doc__, repetitions=2)
+    options = parser(__doc__, repetitions=2, model=False)
     options.add_argument(
         "--models", type=model_list, metavar="SHAPES", help="shapes of the targets, gpt2,gpt2-large by default"
     )

@@ -41,63 +41,58 @@ print(next(minigen.stream(model, tokenizer, sys.argv[2], temperature=0, max_toke
 # On Linux ru_maxrss begins with the size of the parent process, so the process's own peak is read from /proc.
 PEAK = f"""{FIRST_TOKEN}
 import resource
-from pathlib import Path
-status = Path("/proc/self/status")
-if status.is_file():
-    print(next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM")))
-else:  # macOS counts bytes, other systems kilobytes
+try:
+    lines = open("/proc/self/status").read().splitlines()
+    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
+except OSError:  # macOS counts bytes, other systems kilobytes
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
 
 
 def run_script(script, *arguments):
     """(seconds from starting a process to its first line, its last line as a number). RuntimeError if it fails."""
-    start = time.perf_counter()
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        first = process.stdout.readline()
-        seconds = time.perf_counter() - start
-        rest, errors = process.communicate()
-    if process.returncode or not first:
-        raise RuntimeError((errors.strip().splitlines() or ["it printed nothing"])[-1])
-    return seconds, float((first + rest).split()[-1])
+    with tempfile.TemporaryFile("w+") as errors:
+        start = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            first = process.stdout.readline()
+            seconds = time.perf_counter() - start
+            printed = first + process.stdout.read()
+        errors.seek(0)
+        if process.returncode or not first:
+            raise RuntimeError((errors.read().strip().splitlines() or ["it printed nothing"])[-1])
+    return seconds, float(printed.split()[-1])
 
 
 def main(arguments=None):
-    arguments = parser(__doc__, repetitions=10, model=True).parse_args(arguments)
+    arguments = parser(__doc__, repetitions=10).parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = checkpoint_of(arguments, Path(folder))
         weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values())) / 1e6
         report = Report(f"Start of {name_of(arguments)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
         peaks = []
 
-        def peak():
-            peaks.append(run_script(PEAK, checkpoint, PROMPT)[1] / 1e6)
+        def first_token():
+            seconds, peak = run_script(PEAK, checkpoint, PROMPT)
+            peaks.append(peak / 1e6)
+            return seconds
 
         cases = {
             "import": lambda: run_script(IMPORT)[1],
             "load": lambda: run_script(LOAD, checkpoint)[1],
-            "first token": lambda: run_script(FIRST_TOKEN, checkpoint, PROMPT)[0],
-            "peak memory": peak,
+            "first token": first_token,
         }
 
-        def rows(timings):
-            times = [
-                {"what": name, "unit": "ms", "median": t.median, "min": t.min, "max": t.max}
-                for name, t in timings.items()
-                if name != "peak memory"
-            ]
-            median = float(np.median(peaks))
-            memory = {"what": "peak memory", "unit": "MB", "median": median, "min": min(peaks), "max": max(peaks)}
-            return [*times, memory]
+        def extra(case, _):
+            return {"MB peak memory": float(np.median(peaks)) if case == "first token" else "-"}
 
-        def shows(_, timings):
+        def shows(timings):
             return (
                 f"The first token comes {timings['first token'].median / 1000:.2f} s after the process starts; at its "
                 f"peak the process holds {np.median(peaks) / weights:.2f} times its float32 weights."
             )
 
-        report.table("Start", cases, rows, shows, idea="start")
+        report.table("Start", cases, shows, extra=extra, idea="start")
 
 
 if __name__ == "__main__":
