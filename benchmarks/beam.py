@@ -29,28 +29,30 @@ def main(arguments=None):
         (done,) = generate(model, tokenizer, [prompt], max_tokens=new, ignore_eos=True, seed=0, **options)
         return done.timings.seconds / (done.timings.tokens - 1)  # the first token follows from the prompt's pass
 
+    def forward(cache, tokens):
+        cache.truncate(length)
+        return timed(lambda: model.forward(tokens, cache), new)[0]
+
     cases = {"greedy" if beams == 1 else f"{beams} beams": lambda beams=beams: step(beams) for beams in BEAMS}
-    for beams in BEAMS:
-        cache = filled_cache(model, length, new, beams)
-        tokens = random_ids(model.config, beams, 1)
-
-        def batch(cache=cache, tokens=tokens):
-            cache.truncate(length)
-            return timed(lambda: model.forward(tokens, cache), new)[0]
-
-        cases[f"batch of {beams}"] = batch
+    for k in BEAMS:
+        filled = filled_cache(model, length, new, k), random_ids(model.config, k, 1)
+        cases[f"batch of {k}"] = lambda filled=filled: forward(*filled)
 
     def extra(case, timings):
         return {"against greedy": ratio(timings, case, "greedy")}
 
     def shows(timings):
-        return "As multiples of a greedy step's time, " + " and ".join(
-            f"a step with {k} beams takes {ratio(timings, f'{k} beams', 'greedy'):.2f} "
-            f"(its forward pass {ratio(timings, f'batch of {k}', 'greedy'):.2f})"
-            for k in BEAMS[1:]
+        return (
+            "As multiples of a greedy step's time, "
+            + " and ".join(
+                f"a step with {k} beams takes {ratio(timings, f'{k} beams', 'greedy'):.2f} "
+                f"(its forward pass {ratio(timings, f'batch of {k}', 'greedy'):.2f})"
+                for k in BEAMS[1:]
+            )
+            + "."
         )
 
-    report.table(f"Steps after a prompt of {length}, mean of {new}", cases, shows, extra=extra, idea="beam search")
+    report.table(f"Steps after a prompt of {length}, mean of {new}", cases, shows, extra, idea="beam search")
 
 
 if __name__ == "__main__":

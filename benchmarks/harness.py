@@ -51,36 +51,29 @@ def checkpoint(name):
     for path in (Path(name).expanduser(), ROOT / "weights" / name):
         if (path / "config.json").is_file():
             return path
-    raise argparse.ArgumentTypeError(
-        f"{name} is neither a checkpoint's folder nor a bundled model; nothing is downloaded"
-    )
+    raise argparse.ArgumentTypeError(f"{name} is neither a checkpoint's folder nor the name of a bundled model")
 
 
 def output(name):
     """The type of an output file: refuses, before anything is measured, one that cannot be written."""
-    if not os.access(Path(name).parent, os.W_OK) or Path(name).is_dir():
-        raise argparse.ArgumentTypeError(f"{name} cannot be written: name a file in an existing folder")
-    return Path(name)
-
-
-def picture(name):
-    """The type of a plot's file: refuses, before anything is measured, one that cannot be drawn."""
-    if Path(name).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{name} ends neither in .png nor in .svg")
-    if importlib.util.find_spec("matplotlib") is None:
+    file = Path(name)
+    if not os.access(file.parent, os.W_OK) or file.is_dir() or file.suffix not in (".json", ".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written: name a .json, .png or .svg in an existing folder")
+    if file.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'minigen[bench]'")
-    return output(name)
+    return file
 
 
 def parser(description, repetitions, model=True, plot=False):
     """The options that every benchmark has, and those that choose a model and draw a plot."""
-    options = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    options = Parser(description=description, formatter_class=raw, allow_abbrev=False)
     add = options.add_argument
     add("--quick", action="store_true", help="small model, short texts, few repetitions: shows that it runs")
     add("--repetitions", type=count, metavar="N", help=f"timed calls of each case, {repetitions} by default")
     add("--json", type=output, metavar="FILE", help="also write the figures to this file")
     if plot:
-        add("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
+        add("--plot", type=output, metavar="FILE", help="also draw them, as .png or .svg")
     if model:
         add = options.add_mutually_exclusive_group().add_argument
         add("--model", type=checkpoint, metavar="FOLDER", help="a checkpoint's folder, or the name of a bundled model")
@@ -113,9 +106,7 @@ def random_parameters(config):
         if len(shape) == 1:
             yield name, np.full(shape, name.endswith("weight"), np.float32)  # only layer norms have such weights
         else:
-            values = rng.standard_normal(shape, np.float32)
-            values *= np.float32(0.02)
-            yield name, values
+            yield name, rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
 def random_model(shape):
@@ -158,12 +149,12 @@ def random_ids(config, *shape):
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one call: median and extremes of wall time, median of this process's processor time."""
+    """Milliseconds of one call; cpu is this process's processor time, None if the call did not measure it."""
 
     median: float
     min: float
     max: float
-    cpu: float | None  # None if the call timed itself and did not measure it
+    cpu: float | None
 
 
 def timed(call, times=1):
@@ -197,12 +188,6 @@ def measure(cases, repetitions, warm_up=1, progress=lambda *_: None):
     return timings
 
 
-def columns(timing):
-    """A `Timing` as columns of a row."""
-    row = {"ms": timing.median, "min": timing.min, "max": timing.max, "cpu ms": timing.cpu}
-    return {name: value for name, value in row.items() if value is not None}
-
-
 def ratio(timings, name, base):
     """The median of one case as a multiple of another's."""
     return timings[name].median / timings[base].median
@@ -212,19 +197,14 @@ def ratio(timings, name, base):
 
 
 def machine():
-    """What the figures depend on: processor, cores, NumPy and its BLAS."""
+    """What the figures depend on, in words: processor, cores, NumPy and its BLAS."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    cpus = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    cpu = cpus[0] if cpus else platform.processor() or platform.machine()
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "blas": f"{blas.get('name')} {blas.get('version')}",
-        "minigen": minigen.__version__,
-    }
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, {blas.get('name')} {blas.get('version')}"
+    return f"{os.cpu_count()} cores of {cpu}, {versions}, minigen {minigen.__version__}"
 
 
 def duration(seconds):
@@ -246,44 +226,44 @@ class Report:
         self.quick, self.json = arguments.quick, arguments.json
         self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
         self.figures = {"title": title, "machine": machine(), "notes": list(notes), "tables": []}
-        print(title, ", ".join(f"{key} {value}" for key, value in self.figures["machine"].items()), *notes, sep="\n")
-        run, model = ("quick", "the bundled model") if self.quick else ("full", "the default model")
-        print(f"a {run} run takes about {duration(seconds[run])} on two cores with {model}", flush=True)
+        run = "quick" if self.quick else "full"
+        print(title, self.figures["machine"], *notes, sep="\n")
+        print(f"a {run} run takes about {duration(seconds[run])} on two cores with its default model", flush=True)
 
-    def table(self, title, cases, shows, *, extra=lambda name, timings: {}, rows=None, idea=None, once=False):
+    def table(self, title, cases, shows, extra, idea=None, once=False):
         """Measure cases, print a table and a sentence; returns the rows.
 
-        cases: as in `measure`. shows: timings -> one sentence about them. extra: (name of a case, timings) -> more
-        columns of its row, or None for no row. rows: timings -> all rows, in place of a row per case. idea: what this
-        is in README.md's table of ideas; without one the table is not in it. once: one call of each case, no warm-up.
+        cases: as in `measure`. shows: timings -> a sentence about them. extra: (name of a case, timings) -> more
+        columns of its row, or None for no row. idea: what this is in README.md's table of ideas; without one the table
+        is not in it. once: one call of each case, no warm-up.
         """
         print(f"\n{title}", flush=True)
-        start, terminal = time.perf_counter(), sys.stderr.isatty()
+        start, clear = time.perf_counter(), "\r\x1b[K" if sys.stderr.isatty() else None
 
         def progress(name, done, n_calls):
-            if terminal:
-                seconds = (time.perf_counter() - start) / max(done, 1) * (n_calls - done)
-                left = f", about {duration(seconds)} left" if done else ""
-                print(f"\r\x1b[K  {done} of {n_calls}: {name}{left}", end="", file=sys.stderr, flush=True)
+            if clear:
+                left = (time.perf_counter() - start) * (n_calls / max(done, 1) - 1)
+                text = f"  {done} of {n_calls}: {name}" + (f", about {duration(left)} left" if done else "")
+                print(clear, text, sep="", end="", file=sys.stderr, flush=True)
 
         timings = measure(cases, 1 if once else self.repetitions, 0 if once else 1, progress)
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        if rows is None:
-            more = {name: extra(name, timings) for name in cases}
-            made = [{"case": name, **columns(timings[name]), **more[name]} for name in cases if more[name] is not None]
-        else:
-            made = rows(timings)
-        lines = [list(made[0])] + [[cell(value) for value in row.values()] for row in made]
+        print(clear or "", end="", file=sys.stderr, flush=True)
+        rows = []
+        for name, timing in timings.items():
+            more = extra(name, timings)
+            if more is not None:
+                cpu = {} if timing.cpu is None else {"cpu ms": timing.cpu}
+                rows.append({"case": name, "ms": timing.median, "min": timing.min, "max": timing.max, **cpu, **more})
+        lines = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
         sentence = shows(timings)
         print(f"-> {sentence}", flush=True)
-        self.figures["tables"].append({"title": title, "idea": idea, "shows": sentence, "rows": made})
+        self.figures["tables"].append({"title": title, "idea": idea, "shows": sentence, "rows": rows})
         if self.json:
             self.json.write_text(json.dumps(self.figures, indent=1))
-        return made
+        return rows
 
 
 @contextmanager

@@ -1,11 +1,9 @@
-"""What the KV cache saves and what it takes: naive loop against cached loop, prompt caches, memory.
+"""What the KV cache saves and what it takes: naive loop against cached loop, and memory.
 
     python -m benchmarks.kv_cache --shape gpt2 --plot kv_cache.png
 
     tg1 @ dN         one more token after N others: with the cache a forward pass over that token, in the naive loop
                      one over the whole text
-    prompt of N      `generate` up to the first token: without a prompt-cache file, with one that is written, and with
-                     one that is read
     context shift    a text several times as long as the context; its slowest token is the one after a shift, for which
                      half a context is computed again. With "window 128" each token sees the last 128 tokens only
 
@@ -15,7 +13,6 @@ MB are millions of bytes. Memory is that of the bundled model, unless --model or
 import argparse
 import math
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -72,12 +69,11 @@ def measure_loops(report, model):
         with_cache = np.interp(after, depths, [timings[case].median for case in naive])
         gain = without.sum() / (without[0] + with_cache[1:].sum())  # both run the whole prompt first
         return (
-            f"{n_prompt} tokens after a prompt of {n_prompt}, by interpolation: the cached loop is {gain:.1f} times as fast "
-            f"as the naive one. A cached step takes {ratio(timings, deep, shallow):.2f} times as long after "
-            f"{depths[-1]} tokens as after {depths[0]}."
+            f"For {n_prompt} tokens and {n_prompt} new ones the cached loop is {gain:.1f} times as fast (interpolated); a "
+            f"cached step takes {ratio(timings, deep, shallow):.2f} times as long {deep[4:]} as {shallow[4:]}."
         )
 
-    return report.table("One token with and without the cache", cases, shows, extra=extra, idea="KV cache")
+    return report.table("One token with and without the cache", cases, shows, extra, idea="KV cache")
 
 
 def draw(rows, file, title):
@@ -86,46 +82,11 @@ def draw(rows, file, title):
     with plot(file, title, panels=2) as panels:
         for axes, scale in zip(panels, ("linear", "log"), strict=True):
             # The fastest call of each case is the one that other programs disturbed least.
-            for way, column, colour in (("naive", "naive min", "0.6"), ("cached", "min", "C0")):
-                axes.plot(depths, [row[column] for row in rows], color=colour, marker="o", label=way)
-            axes.set_yscale(scale)
-            axes.set_xlabel("tokens before this one")
+            axes.plot(depths, [row["naive min"] for row in rows], color="0.6", marker="o", label="naive")
+            axes.plot(depths, [row["min"] for row in rows], color="C0", marker="o", label="cached")
+            axes.set(yscale=scale, xlabel="tokens before this one", ylabel="milliseconds per token, fastest call")
         panels[0].set_ylim(bottom=0)
-        panels[0].set_ylabel("milliseconds per token, fastest call")
         panels[0].legend()
-
-
-def measure_prompt_cache(report, model, tokenizer):
-    n_prompt = min(SAVED_PROMPT, model.config.n_positions - 12)
-    ids = random_ids(model.config, n_prompt).tolist()
-    reused = {}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "prompt.safetensors")
-
-        def run(case):
-            if case == "written":
-                file.unlink(missing_ok=True)
-            path = None if case == "no file" else file
-
-            def first_token():
-                (done,) = minigen.generate(model, tokenizer, [ids], cache=path, max_tokens=1, temperature=0)
-                reused[case] = done.timings.reused_tokens
-
-            return timed(first_token)
-
-        def extra(case, timings):
-            return {"tokens reused": reused[case], "against no file": ratio(timings, case, "no file")}
-
-        def shows(timings):
-            size = file.stat().st_size
-            return (
-                f"The first token takes {ratio(timings, 'read', 'no file'):.3f} of the time if the prompt is read from a "
-                f"file, {ratio(timings, 'written', 'no file'):.2f} if it is written to one ({size / 1e6:.1f} MB)."
-            )
-
-        cases = {case: lambda case=case: run(case) for case in ("no file", "written", "read")}
-        title = f"Prompt of {n_prompt} up to its first token, with a prompt-cache file"
-        report.table(title, cases, shows, extra=extra, idea="prompt cache")
 
 
 def measure_memory(report, model, tokenizer, name):
@@ -138,38 +99,37 @@ def measure_memory(report, model, tokenizer, name):
         "context shift": (n_long, {"context_shift": True}),
         "4 texts of one context": (n - 1, {"num_return_sequences": 4}),
     }
-    made = {}
+    more = {}
 
     def run(case):
         n_tokens, options = asked[case]
-        marks, memory = [time.perf_counter()], []
+        marks, memory = [], []
         for step in minigen.stream(model, tokenizer, "", seed=1, max_tokens=n_tokens, ignore_eos=True, **options):
             if step.row == 0:
                 marks.append(time.perf_counter())
                 memory.append(resident())
-        ms, third = 1000 * np.diff(marks), n_tokens // 3
-        made[case] = {
-            "case": case,
+        seconds, third = np.diff(marks), n_tokens // 3
+        more[case] = {
             "tokens": n_tokens,
-            "ms first third": float(np.median(ms[:third])),
-            "ms last third": float(np.median(ms[-third:])),
-            "slowest": float(ms[1:].max()),
+            "last third / first": float(np.median(seconds[-third:]) / np.median(seconds[:third])),
+            "slowest ms": 1000 * float(seconds.max()),
             "MB cache": step.completion.timings.cache_bytes / 1e6,
             "MB process after a third": memory[third],
             "at the end": memory[-1],
         }
+        return float(np.mean(seconds))
 
     def shows(_):
-        shifted = [made[case] for case in asked if "shift" in case]
+        shifted = [more[case] for case in asked if "shift" in case]
         growth = max(row["at the end"] / row["MB process after a third"] for row in shifted) - 1
+        one = more["one context"]["MB cache"]
         return (
-            f"Keys and values of {n} tokens take {made['one context']['MB cache']:.1f} MB. Over texts of {n_long} tokens "
-            f"the process grows by at most {growth:.1%} between the first third and the end."
+            f"Keys and values of {n} tokens take {one:.1f} MB; over {n_long} tokens the process grows by {growth:.1%}."
         )
 
-    title = f"Memory, for texts from {name}, whose context is {n}"
+    title = f"Memory and time per token, for texts from {name}, whose context is {n}"
     cases = {case: lambda case=case: run(case) for case in asked}
-    report.table(title, cases, shows, rows=lambda _: list(made.values()), once=True, idea="window and context shift")
+    report.table(title, cases, shows, lambda case, _: more[case], once=True, idea="window and context shift")
 
 
 def main(arguments=None):
@@ -179,9 +139,8 @@ def main(arguments=None):
     bundled = argparse.Namespace(model=None, shape=None, quick=True)
     asked = arguments if arguments.model or arguments.shape else bundled
     measure_memory(report, *load_model(asked), name_of(asked))
-    model, tokenizer = load_model(arguments)
+    model, _ = load_model(arguments)
     loops = measure_loops(report, model)
-    measure_prompt_cache(report, model, tokenizer)
     if arguments.plot:
         draw(loops, arguments.plot, f"{name_of(arguments)}: naive loop against cached loop")
 

@@ -1,6 +1,6 @@
 """minigen next to transformers, CTranslate2 and llama.cpp, all in float32 with the same weights and threads.
 
-    python -m benchmarks.peers --shape gpt2 --plot peers.png
+    python -m benchmarks.peers --shape gpt2
 
     ppN             a prompt of N tokens, up to the next token
     tg16 @ d128     a step of greedy decoding, mean of 16, after a prompt of 128 tokens
@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import minigen
-from benchmarks.harness import Report, checkpoint_of, config_of, count, name_of, parser, plot, random_ids, ratio
+from benchmarks.harness import Report, checkpoint_of, config_of, count, name_of, parser, random_ids, ratio
 from benchmarks.startup import FIRST_TOKEN, PROMPT, run_script
 
 SECONDS = {"quick": 60, "full": 240}
@@ -136,7 +136,7 @@ print(result[0].sequences_ids[0][0], flush=True)
 class LlamaCpp(Minigen):
     """The C interface. Keys and values are float32, as in the others; it rounds in its GELU and its attention."""
 
-    packages = ("llama-cpp-python", "gguf", "transformers")
+    packages = ("llama-cpp-python", "gguf", "transformers", "torch")
     start_script = """
 import sys
 from llama_cpp import Llama
@@ -148,33 +148,32 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
     @staticmethod
     def convert(folder, path):
         import gguf
-        from safetensors.numpy import load_file
-        from transformers import AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         config, writer = config_of(folder), gguf.GGUFWriter(path, "gpt2")
-        writer.add_context_length(config.n_positions)
-        writer.add_embedding_length(config.n_embd)
-        writer.add_block_count(config.n_layer)
-        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-        writer.add_head_count(config.n_head)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        for name, value in {
+            "context_length": config.n_positions,
+            "embedding_length": config.n_embd,
+            "block_count": config.n_layer,
+            "feed_forward_length": config.n_inner or 4 * config.n_embd,
+            "head_count": config.n_head,
+            "layer_norm_eps": config.layer_norm_epsilon,
+            "file_type": gguf.LlamaFileType.ALL_F32,
+            "tokenizer_model": "gpt2",
+            "tokenizer_pre": "gpt-2",
+        }.items():
+            getattr(writer, f"add_{name}")(value)
         vocab = sorted(AutoTokenizer.from_pretrained(folder).get_vocab().items(), key=lambda item: item[1])
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list([token for token, _ in vocab])
         kinds = gguf.TokenType
         writer.add_token_types([kinds.CONTROL if id in config.eos_ids else kinds.NORMAL for _, id in vocab])
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
-        stored = {}
-        for file in folder.glob("*.safetensors"):
-            stored |= {name.removeprefix("transformer."): array for name, array in load_file(file).items()}
-        for name in config.parameter_shapes():
-            array = stored[name].astype(np.float32)
-            # GPT-2's files hold linear layers as [in, out], all others as [out, in].
-            array = np.ascontiguousarray(array.T) if name.startswith("h.") and array.ndim == 2 else array
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), array)
+        for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict().items():
+            if name != "lm_head.weight" or not config.tie_word_embeddings:
+                # GPT-2's files hold linear layers as [in, out], all others as [out, in].
+                array = tensor.numpy().T if ".h." in name and tensor.ndim == 2 else tensor.numpy()
+                writer.add_tensor(names.get_name(name, (".weight", ".bias")), np.ascontiguousarray(array))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -183,29 +182,22 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
     def __init__(self, path, threads):
         import llama_cpp
 
-        self.api, self.threads = llama_cpp, threads
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        if not self.model:
-            raise RuntimeError(f"llama.cpp does not load {path}")
-        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.batch, self.contexts = llama_cpp.llama_batch_init(512, 0, 1), {}
-
-    def _context(self, rows):
-        """An empty context for this many rows, made once; each row has its share of n_ctx."""
-        api = self.api
-        if rows not in self.contexts:
-            options = api.llama_context_default_params()
-            options.n_ctx, options.n_seq_max = api.llama_model_n_ctx_train(self.model) * rows, rows
-            options.n_batch = options.n_ubatch = 512
-            options.n_threads = options.n_threads_batch = self.threads
-            options.type_k = options.type_v = api.GGML_TYPE_F32
-            self.contexts[rows] = api.llama_init_from_model(self.model, options)
-        api.llama_memory_clear(api.llama_get_memory(self.contexts[rows]), False)
-        return self.contexts[rows]
+        self.api = api = llama_cpp
+        api.llama_backend_init()
+        model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        options = api.llama_context_default_params()
+        options.n_seq_max = 4
+        options.n_ctx = 4 * api.llama_model_n_ctx_train(model)  # each of the four rows has its share
+        options.n_batch = options.n_ubatch = 512
+        options.n_threads = options.n_threads_batch = threads
+        options.type_k = options.type_v = api.GGML_TYPE_F32
+        self.context = api.llama_init_from_model(model, options)
+        self.n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        self.batch = api.llama_batch_init(512, 0, 1)
 
     def begin(self, prompts, steps):
-        context, batch, n_done = self._context(len(prompts)), self.batch, 0
+        api, context, batch, n_done = self.api, self.context, self.batch, 0
+        api.llama_memory_clear(api.llama_get_memory(context), False)
 
         def run(rows):
             nonlocal n_done
@@ -217,9 +209,9 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
                 batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
                 batch.logits[at] = column == length - 1
             n_done += length
-            if self.api.llama_decode(context, batch):
+            if api.llama_decode(context, batch):
                 raise RuntimeError("llama_decode fails")
-            last = [self.api.llama_get_logits_ith(context, length * row + length - 1) for row in range(len(rows))]
+            last = [api.llama_get_logits_ith(context, length * row + length - 1) for row in range(len(rows))]
             return np.stack([np.ctypeslib.as_array(logits, (self.n_vocab,)) for logits in last])
 
         return run(prompts), lambda tokens: run(tokens[:, None])
@@ -267,7 +259,7 @@ def compare(report, case, calls):
         ratios = [f"{ratio(timings, 'minigen', name):.2f} of {name}'s" for name in calls]
         return f"minigen's time is {', '.join(ratios[1:]) or 'compared with none'}."
 
-    report.table(case, {name: lambda name=name: call(name) for name in calls}, shows, extra=extra)
+    report.table(case, {name: lambda name=name: call(name) for name in calls}, shows, extra)
 
 
 def measure_calls(report, pools, config):
@@ -295,28 +287,15 @@ def measure_starts(report, paths, checkpoint, threads):
         if name == "CTranslate2":
             spellings = json.loads((paths[name] / "vocabulary.json").read_text(encoding="utf-8"))
             text = " ".join(spellings[token] for token in tokenizer.encode(PROMPT))
-        return run_script(ENGINES[name].start_script, paths[name], text, threads)[::-1]
+        (token, *_), seconds = run_script(ENGINES[name].start_script, paths[name], text, threads)
+        return token, seconds
 
     compare(report, "start", {name: lambda name=name: start(name) for name in paths})
 
 
-def draw(tables, file, title):
-    """A panel for each case, a bar for each engine, from 0."""
-    with plot(file, title, len(tables)) as panels:
-        for axes, table in zip(panels, tables, strict=True):
-            names = [row["case"] for row in table["rows"]]
-            colours = ["C0" if name == "minigen" else "0.7" for name in names]
-            axes.bar_label(axes.bar(names, [row["ms"] for row in table["rows"]], color=colours), fmt="%.4g")
-            axes.margins(y=0.1)  # room for the numbers above the bars
-            axes.set_title(table["title"])
-            axes.tick_params(axis="x", rotation=45)
-        panels[0].set_ylabel("milliseconds, less is better")
-
-
 def main(arguments=None):
-    options = parser(__doc__, repetitions=10, plot=True)
+    options = parser(__doc__, repetitions=10)
     options.add_argument("--threads", type=count, default=os.cpu_count(), metavar="N", help="threads and cores of each")
-    options.add_argument("--engines", nargs="+", metavar="NAME", choices=ENGINES, help="only these and minigen")
     arguments = options.parse_args(arguments)
     threads = arguments.threads
     # The libraries read these when a process starts.
@@ -329,13 +308,15 @@ def main(arguments=None):
         folder = Path(folder)
         (folder / "minigen").mkdir()
         checkpoint = checkpoint_of(arguments, folder / "minigen")
-        for name in dict.fromkeys(["minigen", *(arguments.engines or ENGINES)]):
+        for name in ENGINES:
             pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=silence)
             try:
                 notes += [f"{package} {version(package)}" for package in ENGINES[name].packages]
                 paths[name] = pool.submit(prepare, name, checkpoint, folder / name, threads).result()
                 pools[name] = pool
             except Exception as error:  # it is not installed, or does not run this model
+                if name == "minigen":
+                    raise
                 notes.append(f"{name} is left out: {error}")
         title = f"{name_of(arguments)}, float32, {threads} threads"
         report = Report(title, arguments, SECONDS, [", ".join(dict.fromkeys(notes))])
@@ -343,8 +324,6 @@ def main(arguments=None):
         for pool in pools.values():
             pool.shutdown()
         measure_starts(report, paths, checkpoint, threads)
-    if arguments.plot:
-        draw(report.figures["tables"], arguments.plot, title)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Speculative decoding against plain decoding: a real pair, drafts of a given acceptance rate, and n-gram drafts.
 
     python -m benchmarks.speculative
-    python -m benchmarks.speculative --models gpt2-large --acceptance 0.7,0.8
+    python -m benchmarks.speculative --models gpt2-large --acceptance 0.7 0.8
 
-"gain" is the tokens per second after the prompt, as a multiple of plain decoding's in the same table. Texts are sampled
-at temperature 0.7 and the default top-p unless a row says otherwise.
+ms are per token after the prompt, k is the number of drafts for each pass of the target, "gain" is the speed as a
+multiple of plain decoding's. Texts are sampled at temperature 0.7 and the default top-p unless a row says otherwise.
 
-1. The bundled pair, fairytale drafted by distilfairytale, on the first words of stories: the acceptance rate and speed
-   that it has, under each rule. "% accepted" counts all drafts; with k=1 each draft is the first of its pass.
+1. The bundled pair, fairytale drafted by distilfairytale, with each rule. "% accepted" counts all drafts; with k=1 each
+   of them is the first of its pass.
 2. Models of a shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, dear ones for a small one.
-   The acceptance rate is set, from 0 to 1. With --quick the bundled pair replaces the shapes.
-3. N-gram drafts for the first of the targets, on a text that copies its prompt, on a fresh text without any repeated
+   The acceptance rate is given, from 0 to 1. With --quick the bundled pair replaces the shapes.
+3. N-gram drafts for the first of the targets: on a text that copies its prompt, on a fresh text without any repeated
    token, and on one that shuffles its prompt's tokens, for which most drafts are wrong.
 
 Random weights accept almost no drafts and copy nothing. So in 2 and 3 the models compute in full, and then their logits
-are made certain of a given text's next token. The draft is made certain of another token for a share of the text, drawn
-at random: it pays its real cost, and its acceptance rate is known.
+are made certain of a given text's next token. For a share of its tokens, drawn at random, the draft is made certain of
+another one: it pays its real cost, and its acceptance rate is known.
 """
 
 import argparse
@@ -27,119 +27,88 @@ from minigen import SpeculationConfig, generate, load
 
 SECONDS = {"quick": 12, "full": 1500}
 PROMPT = 128
-DRAFT = "distilgpt2"
-SAMPLING = {"temperature": 0.7}
-STORIES = """Once upon a time
-The little fox was hungry.
-Tom and his sister went to the park.
-One day, a big storm came.
-Lily had a red balloon.
-In a small house by the sea lived an old man.
-The king had three daughters.
-Ben found a shiny stone in the garden.
-It was a cold winter morning.
-There was a dragon who was afraid of""".splitlines()
+STORIES = (
+    "Once upon a time/The little fox was hungry./Tom and his sister went to the park./One day, a big storm came./"
+    "Lily had a red balloon./In a small house by the sea lived an old man./The king had three daughters./"
+    "Ben found a shiny stone in the garden./It was a cold winter morning./There was a dragon who was afraid of"
+).split("/")
 
 
 def supported(name, *values):
-    """The values that this version accepts for an option of speculation."""
+    """Those of the values that this version accepts for an option of speculation, each as {name: value}."""
     accepted = []
     for value in values:
         try:
             SpeculationConfig(**{name: value})
-            accepted.append(value)
+            accepted.append({name: value})
         except (TypeError, ValueError):
             pass
     return accepted
 
 
-# The names of the rules as options of `generate`; the default rule is the first.
-RULES = [{"speculation_rule": rule} for rule in supported("speculation_rule", "coupled", "rejection")] or [{}]
+RULES = supported("speculation_rule", "coupled", "rejection") or [{}]  # the default comes first
 
 
-def seconds_per_token(completions):
-    """Seconds per token after the prompt, whose pass gives plain decoding its first token, and speculation none."""
-    seconds = sum(done.timings.seconds for done in completions)
-    return seconds / sum(done.timings.tokens - (done.speculation is None) for done in completions)
+def compare(report, title, groups, lengths, write, idea):
+    """A table of each group of texts: plain decoding, and then drafts of each length k with their gain.
 
+    write: (group, k, or 0 for plain decoding) -> completions.
+    """
+    cases = {f"{group}, {f'k={k}' if k else 'plain'}": (group, k) for group in groups for k in (0, *lengths)}
+    name = {pair: case for case, pair in cases.items()}
+    results = {}
 
-def tokens_per_pass(completions):
-    if completions[0].speculation is None:
-        return 1.0
-    return sum(done.timings.tokens for done in completions) / sum(x.speculation.target_passes for x in completions)
+    def run(case):
+        results[case] = write(*cases[case])
+        # The prompt's pass gives plain decoding its first token, and speculation none.
+        tokens = sum(done.timings.tokens - (done.speculation is None) for done in results[case])
+        return sum(done.timings.seconds for done in results[case]) / tokens
 
+    def gain(timings, group, k):
+        return ratio(timings, name[group, 0], name[group, k])
 
-def gains_sentence(gains):
-    """{row: {length: gain}} in words: the best of each row, and "auto" against plain decoding and the fixed lengths."""
-    best = "Best gains: " + ", ".join(f"{max(row.values()):.2f} ({name})" for name, row in gains.items())
-    auto = [
-        (row["auto"], max(gain for k, gain in row.items() if k != "auto")) for row in gains.values() if "auto" in row
-    ]
-    if not auto:
-        return f"{best}."
-    against_fixed = min(gain / fixed for gain, fixed in auto)
-    return (
-        f'{best}; "auto" reaches at worst {min(auto)[0]:.2f} of plain decoding and {against_fixed:.2f} of the best k.'
-    )
+    def extra(case, timings):
+        stats = [done.speculation for done in results[case] if done.speculation]
+        passes, drafted, accepted = (
+            sum(getattr(x, field) for x in stats) for field in ("target_passes", "drafted", "accepted")
+        )
+        return {
+            "tokens/s": 1000 / timings[case].median,
+            "gain": gain(timings, *cases[case]),
+            "% accepted": 100 * accepted / drafted if drafted else "-",
+            "tokens/pass": sum(done.timings.tokens for done in results[case]) / passes if passes else 1.0,
+        }
 
+    def shows(timings):
+        fixed = {group: max(gain(timings, group, k) for k in lengths if k != "auto") for group in groups}
+        sentence = "Best gains: " + ", ".join(f"{best:.2f} ({group})" for group, best in fixed.items())
+        if "auto" in lengths:
+            auto = {group: gain(timings, group, "auto") for group in groups}
+            against = min(auto[group] / max(fixed[group], 1) for group in groups)
+            sentence += f'; "auto" is at worst {min(auto.values()):.2f} of plain decoding, {against:.2f} of the best'
+        return f"{sentence}."
 
-# ---------------------------------------------------------------------------------------- a real pair
+    report.table(title, {case: lambda case=case: run(case) for case in cases}, shows, extra, idea)
 
 
 def measure_pair(report):
     lengths = (1, "auto") if report.quick else (1, 2, 4, "auto")
     stories, new = (STORIES[:2], 16) if report.quick else (STORIES, 64)
     (model, tokenizer), draft = load("fairytale"), load("distilfairytale")
-    asked, results = {}, {}
-    # Greedy texts are the same under either rule.
-    for temperature, rules in ((0.7, RULES), (0, RULES[:1])):
-        asked[temperature, "-", "plain"] = {"temperature": temperature}
-        for rule in rules:
-            for k in lengths:
-                options = {"temperature": temperature, "draft_model": draft, "num_draft_tokens": k, **rule}
-                asked[temperature, rule.get("speculation_rule", "default"), k] = options
+    groups = {", ".join(["temperature 0.7", *rule.values()]): {"temperature": 0.7, **rule} for rule in RULES}
+    groups["temperature 0"] = {"temperature": 0}  # the texts are the same with either rule
 
-    def run(case):
-        results[case] = []
-        for seed, story in enumerate(stories):
-            results[case] += generate(model, tokenizer, story, max_tokens=new, seed=seed, **asked[case])
-        return seconds_per_token(results[case])
+    def write(group, k):
+        options = (
+            groups[group] | {"draft_model": draft, "num_draft_tokens": k}
+            if k
+            else {"temperature": groups[group]["temperature"]}
+        )
+        runs = [generate(model, tokenizer, x, max_tokens=new, seed=i, **options) for i, x in enumerate(stories)]
+        return [done for (done,) in runs]
 
-    def gain(case, timings):
-        return ratio(timings, (case[0], "-", "plain"), case)
-
-    def accepted(case):
-        stats = [done.speculation for done in results[case]]
-        return 100 * sum(x.accepted for x in stats) / max(1, sum(x.drafted for x in stats))
-
-    def rows(timings):
-        return [
-            {
-                "temperature": str(case[0]),
-                "rule": case[1],
-                "k": case[2],
-                "% accepted": accepted(case) if case[2] != "plain" else "-",
-                "tokens/pass": tokens_per_pass(results[case]),
-                "tokens/s": 1000 / timing.median,
-                "gain": gain(case, timings),
-            }
-            for case, timing in timings.items()
-        ]
-
-    def shows(timings):
-        first = ", ".join(f"{accepted(case):.1f} % ({case[1]} rule)" for case in asked if case[0] and case[2] == 1)
-        gains = {}
-        for case in asked:
-            if case[2] != "plain":
-                gains.setdefault(f"temperature {case[0]}, {case[1]} rule", {})[case[2]] = gain(case, timings)
-        return f"First drafts accepted at temperature 0.7: {first}. {gains_sentence(gains)}"
-
-    cases = {case: lambda case=case: run(case) for case in asked}
     title = f"fairytale drafted by distilfairytale, {len(stories)} stories of {new} tokens"
-    report.table(title, cases, shows, rows=rows, idea="speculative decoding, bundled pair")
-
-
-# ---------------------------------------------------------------------------------------- models that follow a text
+    compare(report, title, groups, lengths, write, "speculative decoding, bundled pair")
 
 
 class Scripted:
@@ -176,103 +145,67 @@ def fresh_ids(config, count):
 def follow(target, tokenizer, text, **options):
     """The completions of a text's prompt, which are the rest of the text."""
     target.script = text
-    done = generate(target, tokenizer, [text[:PROMPT]], max_tokens=len(text) - PROMPT, seed=0, **options, **SAMPLING)
+    options |= {"max_tokens": len(text) - PROMPT, "temperature": 0.7, "seed": 0}
+    done = generate(target, tokenizer, [text[:PROMPT]], **options)
     if done[0].token_ids != text[PROMPT:]:
         raise RuntimeError("the model did not write the text that its logits are certain of")
     return done
 
 
 def draft_script(text, acceptance):
-    """The text that a draft is certain of, in which so large a share of the tokens after the prompt is right."""
+    """The text that a draft is certain of: so large a share of the tokens after the prompt is right."""
     rest = np.array(text[PROMPT:])
     right = np.random.default_rng(0).permutation(np.arange(len(rest)) < round(acceptance * len(rest)))
     return text[:PROMPT] + np.where(right, rest, np.roll(rest, 1)).tolist()  # all tokens differ, so this is another
 
 
-def gain_table(report, title, texts, lengths, run, label, idea):
-    """A row for each text with the gain of each length; run: (the text's name, k or "plain") -> seconds per token."""
-    cases = {"plain": lambda: run(next(iter(texts)), "plain")}  # takes the same time for every text
-    cases |= {(text, k): lambda text=text, k=k: run(text, k) for text in texts for k in lengths}
-
-    def gains(timings):
-        return {f"{label} {text}": {k: ratio(timings, "plain", (text, k)) for k in lengths} for text in texts}
-
-    def rows(timings):
-        plain = {"plain tokens/s": 1000 / timings["plain"].median}
-        return [
-            {"": name, **plain, **{f"gain k={k}": gain for k, gain in row.items()}}
-            for name, row in gains(timings).items()
-        ]
-
-    report.table(title, cases, lambda timings: gains_sentence(gains(timings)), rows=rows, idea=idea)
-
-
 def measure_acceptance(report, name, target, draft_name, draft, tokenizer, acceptances, new):
     text = fresh_ids(target.config, PROMPT + new)
+    groups = {f"acceptance {a:g}": draft_script(text, a) for a in acceptances}
 
-    def run(acceptance, k):
-        if k == "plain":
-            return seconds_per_token(follow(target, tokenizer, text))
-        draft.script = draft_script(text, acceptance)
-        options = {"draft_model": (draft, tokenizer), "num_draft_tokens": k}
-        return seconds_per_token(follow(target, tokenizer, text, **options))
+    def write(group, k):
+        draft.script = groups[group]
+        return follow(
+            target, tokenizer, text, **({"draft_model": (draft, tokenizer), "num_draft_tokens": k} if k else {})
+        )
 
     lengths = (1, 4, "auto") if report.quick else (1, 2, 4, 8, "auto")
     title = f"{name} drafted by {draft_name}, {new} tokens, by acceptance rate"
-    idea = f"speculative decoding, {name} by {draft_name}"
-    gain_table(report, title, acceptances, lengths, run, "acceptance", idea)
+    compare(report, title, groups, lengths, write, f"speculative decoding, {name} by {draft_name}")
 
 
 def measure_ngrams(report, name, target, tokenizer, new):
-    text = fresh_ids(target.config, PROMPT + new)
-    prompt = text[:PROMPT]
-    texts = {
-        "copied": prompt + np.resize(prompt, new).tolist(),
-        "fresh": text,
-        "shuffled": prompt + np.random.default_rng(0).choice(prompt, new).tolist(),
-    }
+    fresh = fresh_ids(target.config, PROMPT + new)
+    prompt = fresh[:PROMPT]
+    shuffled = np.random.default_rng(0).choice(prompt, new).tolist()
+    groups = {"copied": prompt + np.resize(prompt, new).tolist(), "fresh": fresh, "shuffled": prompt + shuffled}
 
-    def run(kind, k):
-        options = {} if k == "plain" else {"prompt_lookup_num_tokens": k}
-        return seconds_per_token(follow(target, tokenizer, texts[kind], **options))
+    def write(group, k):
+        return follow(target, tokenizer, groups[group], prompt_lookup_num_tokens=k)
 
-    lengths = supported("prompt_lookup_num_tokens", *((4, "auto") if report.quick else (2, 4, 8, "auto")))
-    gain_table(report, f"{name} with n-gram drafts, {new} tokens", texts, lengths, run, "text", "n-gram drafts")
+    lengths = [x["prompt_lookup_num_tokens"] for x in supported("prompt_lookup_num_tokens", 2, 4, 8, "auto")]
+    compare(report, f"{name} with n-gram drafts, {new} tokens", groups, lengths, write, "n-gram drafts")
 
 
-# ---------------------------------------------------------------------------------------- the script
-
-
-def acceptance_list(text):
-    values = [float(value) for value in text.split(",")]
-    if not all(0 <= value <= 1 for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: each acceptance rate must be from 0 to 1")
-    return values
-
-
-def model_list(text):
-    for name in text.split(","):
-        if name not in SHAPES:
-            raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(SHAPES)}")
-    return text.split(",")
+def share(text):
+    """The type of a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return value
 
 
 def main(arguments=None):
     options = parser(__doc__, repetitions=2, model=False)
-    options.add_argument(
-        "--models", type=model_list, metavar="SHAPES", help="shapes of the targets, gpt2,gpt2-large by default"
-    )
-    options.add_argument(
-        "--acceptance", type=acceptance_list, metavar="A,A", help="acceptance rates, 0,0.5,0.7,0.8,0.9,1 by default"
-    )
+    options.add_argument("--models", nargs="+", choices=SHAPES, help="the targets; gpt2 gpt2-large by default")
+    options.add_argument("--acceptance", nargs="+", type=share, metavar="A", help="by default 0 0.5 0.7 0.8 0.9 1")
     arguments = options.parse_args(arguments)
-    quick = arguments.quick
     report = Report("Speculative decoding against plain decoding, float32", arguments, SECONDS)
     measure_pair(report)
-    names, draft_name, new = arguments.models or ["gpt2", "gpt2-large"], DRAFT, 48
-    if quick and not arguments.models:
+    names, draft_name, new = arguments.models or ["gpt2", "gpt2-large"], "distilgpt2", 48
+    if report.quick and not arguments.models:
         names, draft_name, new = ["fairytale"], "distilfairytale", 16
-    acceptances = arguments.acceptance or ([0.0, 0.7, 1.0] if quick else [0.0, 0.5, 0.7, 0.8, 0.9, 1.0])
+    acceptances = arguments.acceptance or ([0, 0.7, 1] if report.quick else [0, 0.5, 0.7, 0.8, 0.9, 1])
     draft, _ = scripted(draft_name)
     for name in names:
         target = None  # frees the last one before the next is made

@@ -2,9 +2,8 @@
 
     python -m benchmarks.startup --shape gpt2
 
-Every figure is that of a new process, with the checkpoint in the system's file cache. "import" and "load" are timed
-inside that process; "first token" is from its start to the token that it prints. "peak memory" is the most that a
-process which loads the model and generates that token ever held, Python and NumPy included.
+Each figure is that of a new process, with the checkpoint in the system's file cache. "first token" is from the start of
+the process to the token it prints, "peak" the most memory that it ever held, Python and NumPy included.
 """
 
 import subprocess
@@ -19,49 +18,37 @@ from benchmarks.harness import Report, checkpoint_of, config_of, name_of, parser
 
 SECONDS = {"quick": 4, "full": 90}
 PROMPT = "Once upon a time"
-IMPORT = """
-import time
-start = time.perf_counter()
-from minigen import load  # the public names are imported when the first is asked for
-print(time.perf_counter() - start)
-"""
-LOAD = """
-import sys, time
-from minigen import load
-start = time.perf_counter()
-load(sys.argv[1])
-print(time.perf_counter() - start)
-"""
-FIRST_TOKEN = """
-import sys
-import minigen
-model, tokenizer = minigen.load(sys.argv[1])
-print(next(minigen.stream(model, tokenizer, sys.argv[2], temperature=0, max_tokens=1)).token, flush=True)
-"""
 # On Linux ru_maxrss begins with the size of the parent process, so the process's own peak is read from /proc.
-PEAK = f"""{FIRST_TOKEN}
-import resource
+FIRST_TOKEN = """
+import resource, sys, time
+start = time.perf_counter()
+from minigen import load, stream
+imported = time.perf_counter()
+model, tokenizer = load(sys.argv[1])
+loaded = time.perf_counter()
+print(next(stream(model, tokenizer, sys.argv[2], temperature=0, max_tokens=1)).token, flush=True)
 try:
     lines = open("/proc/self/status").read().splitlines()
-    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 except OSError:  # macOS counts bytes, other systems kilobytes
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(imported - start, loaded - imported, peak)
 """
 
 
 def run_script(script, *arguments):
-    """(seconds from starting a process to its first line, its last line as a number). RuntimeError if it fails."""
+    """(all that a new process prints, split; seconds from its start to its first line). RuntimeError if it fails."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as errors:
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             first = process.stdout.readline()
             seconds = time.perf_counter() - start
-            printed = first + process.stdout.read()
+            printed = (first + process.stdout.read()).split()
         errors.seek(0)
-        if process.returncode or not first:
+        if process.returncode or not printed:
             raise RuntimeError((errors.read().strip().splitlines() or ["it printed nothing"])[-1])
-    return seconds, float(printed.split()[-1])
+    return printed, seconds
 
 
 def main(arguments=None):
@@ -70,29 +57,24 @@ def main(arguments=None):
         checkpoint = checkpoint_of(arguments, Path(folder))
         weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values())) / 1e6
         report = Report(f"Start of {name_of(arguments)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
-        peaks = []
+        inside = []
 
         def first_token():
-            seconds, peak = run_script(PEAK, checkpoint, PROMPT)
-            peaks.append(peak / 1e6)
+            (_, *figures), seconds = run_script(FIRST_TOKEN, checkpoint, PROMPT)
+            inside.append([*map(float, figures)])
             return seconds
 
-        cases = {
-            "import": lambda: run_script(IMPORT)[1],
-            "load": lambda: run_script(LOAD, checkpoint)[1],
-            "first token": first_token,
-        }
-
-        def extra(case, _):
-            return {"MB peak memory": float(np.median(peaks)) if case == "first token" else "-"}
+        def extra(case, timings):
+            imported, loaded, peak = (float(x) for x in np.median(inside, axis=0))
+            return {"import ms": 1000 * imported, "load ms": 1000 * loaded, "peak MB": peak / 1e6}
 
         def shows(timings):
+            seconds, held = timings["first token"].median / 1000, np.median(inside, axis=0)[2] / 1e6 / weights
             return (
-                f"The first token comes {timings['first token'].median / 1000:.2f} s after the process starts; at its "
-                f"peak the process holds {np.median(peaks) / weights:.2f} times its float32 weights."
+                f"The first token comes after {seconds:.2f} s; the process holds at most {held:.2f} times its weights."
             )
 
-        report.table("Start", cases, shows, extra=extra, idea="start")
+        report.table("Start of a process", {"first token": first_token}, shows, extra, idea="start")
 
 
 if __name__ == "__main__":
