@@ -2,37 +2,16 @@
 
 import math
 import os
-import secrets
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import NamedTuple
 
 from minigen.engine.beam import beam_search
 from minigen.engine.decode import NO_HOOKS, PrefixCache, Row, Stopwatch, decode, exclusive
 from minigen.engine.model import GPT2
 from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, speculate
-from minigen.engine.validation import is_int, require
+from minigen.engine.validation import is_int
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
-from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.options import check_options, require, takes_options
 from minigen.text.tokenizer import Tokenizer
-
-
-class Options(NamedTuple):
-    """Every option of a run, by the part of the engine it belongs to."""
-
-    sampling: SamplingConfig
-    decoding: DecodingConfig
-    beam: BeamConfig
-    speculation: SpeculationConfig
-
-
-# What a caller may give: all fields of these but eos_ids, which come from the model.
-CONFIGS = (SamplingConfig, DecodingConfig, BeamConfig, SpeculationConfig)
-OPTION_NAMES = {field.name for config in CONFIGS for field in fields(config)} - {"eos_ids"}
-# What beam search has no use for: it looks for the best text and draws nothing.
-NOT_FOR_BEAMS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
 def load(name=None):
@@ -47,78 +26,6 @@ def load(name=None):
 
 
 # ---------------------------------------------------------------------------------------- checks
-
-
-def check_options(options, *, drafts=False, cached=False):
-    """The `Options` that these keywords make; needs no model, and fills in a random seed.
-
-    drafts, cached: whether there is a draft model, and whether there is a prompt cache. Raises TypeError for an unknown
-    name, ValueError for a value out of range and for options that do not go together.
-    """
-    for name in options:
-        if name not in OPTION_NAMES:
-            raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(OPTION_NAMES))}")
-    options = dict(options)
-    stop = options.get("stop")
-    if stop is None or isinstance(stop, str | list):
-        options["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if options.get("seed") is None:
-        options["seed"] = secrets.randbits(32)
-    checked = Options(
-        *(config(**{f.name: options[f.name] for f in fields(config) if f.name in options}) for config in CONFIGS)
-    )
-
-    n, num_beams = checked.decoding.num_return_sequences, checked.beam.num_beams
-    lookup = checked.speculation.prompt_lookup_num_tokens
-    if num_beams > 1:
-        require(n <= num_beams, "num_return_sequences", n, f"at most num_beams, {num_beams}")
-        for name in NOT_FOR_BEAMS:
-            if name in options:
-                raise ValueError(f"{name} is {options[name]!r}, but beam search does not use it: leave it out")
-        require(not checked.decoding.context_shift, "context_shift", True, "False with beam search")
-        if drafts or lookup:
-            raise ValueError(f"num_beams is {num_beams}, but speculation goes without beams: leave one of the two out")
-    for name in ONLY_FOR_BEAMS if num_beams == 1 else ():
-        if name in options:
-            raise ValueError(f"{name} is {options[name]!r}, but only beam search uses it: set num_beams to 2 or more")
-    if drafts and lookup:
-        raise ValueError(
-            f"prompt_lookup_num_tokens is {lookup}, but there is a draft model as well: leave one of the two out"
-        )
-    if "num_draft_tokens" in options and not drafts:
-        raise ValueError(
-            f"num_draft_tokens is {options['num_draft_tokens']!r}, but there is no draft model: give one as well"
-        )
-    if checked.decoding.keep and not checked.decoding.context_shift:
-        raise ValueError(f"keep is {checked.decoding.keep}, but only context_shift uses it: set that as well")
-    if "max_matching_ngram_size" in options and not lookup:
-        raise ValueError(
-            f"max_matching_ngram_size is {options['max_matching_ngram_size']!r}, but only drafts from the text itself "
-            "use it: set prompt_lookup_num_tokens as well"
-        )
-    if drafts or lookup:
-        require(n == 1, "num_return_sequences", n, "1 with speculation, which runs one text at a time")
-        require(checked.decoding.use_cache, "use_cache", False, "True with speculation")
-    if cached:
-        window = checked.decoding.window
-        require(window is None, "window", window, "None with a prompt cache, which keeps the whole prompt")
-        require(checked.decoding.use_cache, "use_cache", False, "True with a prompt cache")
-    return checked
-
-
-def _bias_by_id(logit_bias, tokenizer, vocab_size):
-    """logit_bias with every text replaced by the id of the one token it is."""
-    by_id = {}
-    for token, value in logit_bias.items():
-        if isinstance(token, str):
-            ids = tokenizer.encode(token)
-            if len(ids) != 1:
-                raise ValueError(f"logit_bias names {token!r}, which is {len(ids)} tokens, {ids}; it must be one")
-            token = ids[0]
-        ok = is_int(token, 0) and token < vocab_size
-        require(ok, "a key of logit_bias", token, f"a token id of 0 to {vocab_size - 1}, or the text of a token")
-        by_id[token] = value
-    return by_id
 
 
 def _prompt_ids(model, tokenizer, prompts):
@@ -176,6 +83,7 @@ def _check_same_vocabulary(tokenizer, draft_tokenizer):
 # ---------------------------------------------------------------------------------------- generation
 
 
+@takes_options
 def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
@@ -191,16 +99,9 @@ def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_
     The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
     another model's.
     """
-    if isinstance(options.get("logit_bias"), Mapping):
-        options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer, model.config.vocab_size)
     sampling, decoding, beam, speculation = check_options(
-        options, drafts=draft_model is not None, cached=cache is not None
+        options, drafts=draft_model is not None, cached=cache is not None, model=model, tokenizer=tokenizer
     )
-    sampling = replace(sampling, eos_ids=model.config.eos_ids)
-    if decoding.context_shift:
-        # Half the context must be left to drop, or each shift would make room for hardly a token.
-        allowed = f"less than half the model's context, {model.config.n_positions}, with context_shift"
-        require(decoding.keep < model.config.n_positions / 2, "keep", decoding.keep, allowed)
     prompt_ids = _prompt_ids(model, tokenizer, prompts)
     if not prompt_ids:
         return iter(())
@@ -262,6 +163,7 @@ def completions(steps):
     return [step.completion for step in sorted(finished, key=lambda step: step.row)]
 
 
+@takes_options
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
     """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
 

@@ -2,9 +2,9 @@
 
 import threading
 
-from minigen.api import check_options, stream
+from minigen.api import stream
 from minigen.engine.decode import PrefixCache, exclusive, shifted
-from minigen.engine.validation import require
+from minigen.options import check_options, require
 
 
 class Session:

@@ -9,9 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import minigen
-from minigen.api import CONFIGS, OPTION_NAMES
 from minigen.engine.validation import is_number, require, short_repr
 from minigen.files.hub import DEFAULT_MODEL
+from minigen.options import CONFIGS
+from minigen.options import OPTIONS as OPTION_NAMES
 
 # Other engines' names for an option, accepted but not shown.
 ALIASES = {
@@ -59,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         flags |= {actions[flag].dest: flag for flag in (arg.partition("=")[0] for arg in argv) if flag in actions}
 
         message = re.sub(r": ignored explicit argument (.*) \(see", r": takes no value; leave \1 out (see", message)
-        names = "|".join(OPTION_NAMES & flags.keys())
+        names = "|".join(OPTION_NAMES.keys() & flags.keys())
         message = re.sub(r"^argument (?:\S+/)?(\S+):", lambda match: f"{flags[actions[match[1]].dest]}:", message)
         message = re.sub(rf"^({names}) is .*; it must be (?:None|True|False) (?=with)", r"\1 cannot be given ", message)
         message = re.sub(rf"^((?:{names}) is .*), or None\b", r"\1", message)

@@ -16,12 +16,14 @@ from dataclasses import asdict
 from functools import partial
 
 import minigen
-from minigen.api import OPTION_NAMES, check_options, load, stream
+from minigen.api import load, stream
 from minigen.command import signals
 from minigen.command.arguments import DEFAULTS, build_parser, decode_file, read_file, read_prompts
 from minigen.command.colors import UNLIKELY, TokenColorizer, has_colours, legend
 from minigen.engine.validation import require
 from minigen.files.hub import DEFAULT_MODEL, default_draft, resolve_checkpoint
+from minigen.options import OPTIONS as OPTION_NAMES
+from minigen.options import check_options
 from minigen.scoring import score
 from minigen.session import Session
 from minigen.tracing.recorder import check_file, stream_with_trace
