@@ -10,7 +10,7 @@ from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, specul
 from minigen.engine.validation import is_int
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
-from minigen.options import check_options, require, takes_options
+from minigen.options import OptionError, check_options, require, takes_options
 from minigen.text.tokenizer import Tokenizer
 
 
@@ -64,8 +64,8 @@ def _check_memory(config, name, value, rows, length):
     there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 4 * rows * (2 * config.n_layer * config.n_embd * length + config.vocab_size)
     if needed > there_is:
-        raise ValueError(
-            f"{name} is {value}, but keys, values and logits of {rows} texts of up to {length} tokens take "
+        raise OptionError(
+            f"{{{name}}} is {value}, but keys, values and logits of {rows} texts of up to {length} tokens take "
             f"{needed / 2**30:.1f} GiB of the machine's {there_is / 2**30:.1f}: ask for fewer or shorter texts"
         )
 

@@ -6,6 +6,7 @@ of `minigen.generate`: an option that is added to one of the four configs is in 
 
 import inspect
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from minigen.engine.validation import is_int, is_number, short_repr
 
-MAX_COUNT = 10**18  # the largest whole number that an option may be: still quick to compute with and to print
+MAX_COUNT = 10**40  # the largest whole number that an option may be: seeds have up to 128 bits
 
 # ---------------------------------------------------------------------------------------- errors
 
@@ -33,18 +34,18 @@ class OptionError(ValueError):
         self.template, self.values = template, values
 
     def __str__(self):
-        return self.render(_Keywords())
+        return self.render({})
 
     def render(self, names, spell=short_repr):
         """The message with options named by the mapping `names`, and values as `spell` writes them."""
         # Python does not print whole numbers of more than 4,300 digits.
         huge = "a number of thousands of digits"
         values = [huge if is_int(value) and abs(value) > 10**4000 else spell(value) for value in self.values]
-        return Formatter().vformat(self.template, values, names)
+        return Formatter().vformat(self.template, values, _Names(names))
 
 
-class _Keywords(dict):
-    """Names an option by its Python keyword."""
+class _Names(dict):
+    """Option -> what to call it; the others by their Python keyword."""
 
     def __missing__(self, name):
         return name
@@ -111,6 +112,17 @@ def _check_bias(token, bias):
         raise OptionError(f"{{logit_bias}} of token {{0}} is {{1}}; it must be {allowed}", token, bias)
 
 
+def _parse_bias(text):
+    """ID+BIAS, ID-BIAS, or TOKEN=BIAS with a token's text -> (id or text, bias)."""
+    match = re.fullmatch(r"(\d+)([+-].+)", text, re.ASCII) or re.fullmatch(r"(.+)=([^=]+)", text, re.DOTALL)
+    try:
+        token, bias = match.groups()
+        return int(token) if match.re.flags & re.ASCII else token, float(bias)
+    except (AttributeError, ValueError):
+        allowed = "ID+BIAS, ID-BIAS or TEXT=BIAS, such as 262-5, 262-inf or ' the'=1.5"
+        raise OptionError(f"{{logit_bias}} is {{0}}; it must be {allowed}", text) from None
+
+
 def _is_bias(value):
     for token, bias in value.items() if isinstance(value, Mapping) else ():
         if not is_int(token, 0):
@@ -125,7 +137,7 @@ def _are_processors(value):
 
 SWITCH = Kind("True or False", lambda value: isinstance(value, bool), None)
 STOPS = Kind("a text of one character or more, or a list of such texts", _are_stops, repeatable=True)
-BIAS = Kind("a mapping from tokens to numbers", _is_bias, repeatable=True)
+BIAS = Kind("a mapping from tokens to numbers", _is_bias, _parse_bias, repeatable=True)
 PROCESSORS = Kind("a list of callables (history, logits) -> logits", _are_processors)
 TYPICAL = Kind(
     "a number above 0, up to 1 (1 is off)", lambda value: is_number(value) and 0 < value <= 1, _parser(float), 1
@@ -160,7 +172,7 @@ class Option(NamedTuple):
         if value is None and self.default is None:
             return None
         require(self.kind.contains(value), name, value, self.kind.allowed)
-        require(not is_int(value) or value <= MAX_COUNT, name, value, "at most 10**18")
+        require(not is_int(value) or value <= MAX_COUNT, name, value, "at most 10**40")
         if isinstance(value, Mapping):
             return {int(token): float(bias) for token, bias in value.items()}
         if self.kind is STOPS and isinstance(value, str):
@@ -363,7 +375,7 @@ class Options(NamedTuple):
 
 
 def _bias_by_id(logit_bias, model, tokenizer):
-    """logit_bias with texts replaced by the ids of their tokens; without a tokenizer, texts are checked and left out."""
+    """logit_bias with texts replaced by the ids of their tokens; without a tokenizer, texts are left out."""
     by_id = {}
     for token, bias in logit_bias.items():
         if isinstance(token, str):

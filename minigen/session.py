@@ -4,7 +4,7 @@ import threading
 
 from minigen.api import stream
 from minigen.engine.decode import PrefixCache, exclusive, shifted
-from minigen.options import check_options, require
+from minigen.options import OptionError, check_options, require
 
 
 class Session:
@@ -68,9 +68,9 @@ class Session:
         if len(ids) > n_positions:
             raise ValueError(f"this turn has {len(ids)} tokens; the model takes at most {n_positions}: shorten it")
         if len(prompt) > n_positions:
-            raise ValueError(
+            raise OptionError(
                 f"the text so far has {len(self.context)} tokens and this turn {len(ids)}; the model takes at most "
-                f"{n_positions}: begin a new text, or use context_shift"
+                f"{n_positions}: begin a new text, or use {{context_shift}}"
             )
         if not prompt and self.model.config.bos_token_id is not None:
             prompt = [self.model.config.bos_token_id]

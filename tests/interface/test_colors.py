@@ -73,7 +73,7 @@ def test_each_character_has_the_style_of_the_tokens_that_make_it(tiny_folder, st
     painter, output, logprobs = TokenColorizer(tokenizer), "", []
     for step in minigen.stream(model, tokenizer, "x", logits_processors=(forced(script),), **options):
         logprobs.append(float(next(sizes)))
-        painted = painter.paint(_with_logprob(step, logprobs[-1]))
+        painted = painter.render(_with_logprob(step, logprobs[-1]))
         assert SGR.sub("", painted) == step.text  # nothing earlier or later than the decoder shows it
         output += painted
     characters = styled_characters(output)
@@ -101,11 +101,11 @@ def test_half_characters_at_the_end_and_rows_without_a_token(tiny_folder):
         painter = TokenColorizer(tokenizer)
         options = {"max_tokens": len(script), "logprobs": 0, "logits_processors": (forced(script),)}
         steps = list(minigen.stream(model, tokenizer, "x", **options))
-        output = "".join(painter.paint(step) for step in steps)
+        output = "".join(painter.render(step) for step in steps)
         assert steps[-1].finish_reason == reason
         assert SGR.sub("", output) == "ab\ufffd" == "".join(step.text for step in steps)
     (step,) = minigen.stream(model, tokenizer, "x", max_tokens=0, logprobs=0)
-    assert TokenColorizer(tokenizer).paint(step) == ""
+    assert TokenColorizer(tokenizer).render(step) == ""
 
 
 # ---- the command line --------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny_fol
     model, tokenizer = minigen.load(tiny_folder)
     painters, rows = [TokenColorizer(tokenizer), TokenColorizer(tokenizer)], ["one", "two"]
     for step in minigen.stream(model, tokenizer, ["one", "two"], **options):
-        rows[step.row] += painters[step.row].paint(step)
+        rows[step.row] += painters[step.row].render(step)
         assert step.finish_reason in (None, "stop")
     args = ["one", "two", "--stop", "aa", "-n", "30", "-s", "3", "--logit-bias", "64+4", "-q", "--show-probs"]
     assert cli(*args, terminal=True)[1] == "\n\n".join(rows) + "\n"

@@ -247,7 +247,7 @@ def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
         (["--prompt-cache", "c"], ["--prompt-cache", "--score"]),
         (["--no-echo"], ["--no-echo", "--score"]),
         (["--show-probs"], ["--show-probs", "--score"]),
-        (["-f", "other"], ["file", "other", "--score"]),
+        (["-f", "other"], ["-f", "other", "--score"]),
         (["--logprobs", "3"], ["logprobs is 3", "--score"]),
         (["--stride", "0"], ["stride is 0", "16"]),
         (["--stride", "17"], ["stride is 17", "16"]),
