@@ -110,9 +110,10 @@ def _describe(flags, error):
         return error.render(flags, _show_value)
     if isinstance(error, MemoryError):
         return f"there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts"
-    if isinstance(error, OSError) and error.errno is not None:  # raised by Python, without a sentence
-        return f"{error.filename or 'a file'} cannot be used: {error.strerror}"
-    return str(error)
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    # Raised by Python, without a sentence. Only a relative path in a deleted working directory has no file name.
+    return f"cannot open {error.filename or 'the working directory'}: {error.strerror}"
 
 
 def main(argv=None):
