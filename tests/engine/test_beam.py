@@ -1051,7 +1051,7 @@ def test_the_ends_of_the_ranges_are_allowed():
 
 def test_a_draft_model_and_beams_do_not_go_together():
     model = TableModel(random_table(5, 0), 5, (4,))
-    with pytest.raises(ValueError, match=r"num_beams is 3.*speculation"):
+    with pytest.raises(ValueError, match=r"num_beams is 3.*speculative"):
         stream(model, LETTERS, [[0]], draft_model=(model, LETTERS), num_beams=3)
 
 

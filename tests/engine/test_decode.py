@@ -1081,7 +1081,7 @@ def test_defaults(tok):
     assert ids_of(generate(t.model, tok, "ab", seed=1)) == ids_of(generate(t.model, tok, "ab", seed=1, **named))
     done = generate(t.model, tok, "ab", ignore_eos=True)
     assert [(len(d.token_ids), d.logprobs, d.score) for d in done] == [(100, None, None)]
-    assert inspect.signature(generate).parameters.keys() >= {"model", "tokenizer", "prompts", "options"}
+    assert inspect.signature(generate).parameters.keys() >= {"model", "tokenizer", "prompts", *named}
 
 
 def test_arguments_are_not_changed(tok):

@@ -60,6 +60,14 @@ FAULTS = {
     "C05": "a tokenizer that needs the network",
     "C07": "line breaks, byte order marks and CRLF in prompts",
     "C08": "closed pipes, Ctrl-C, weights that are not safetensors",
+    "F11": "output that is lost with exit code 0",
+    "F12": "files in UTF-16",
+    "F13": "a pipe that does not block",
+    "F16": "infinity in JSON",
+    "F17": "sentences that name the wrong thing",
+    "F18": "rare command lines, streams and files",
+    "F19": "a caller's objects that are shared",
+    "F20": "NumPy scalars as options",
 }
 
 
