@@ -69,8 +69,8 @@ def measure_loops(report, model):
         with_cache = np.interp(after, depths, [timings[case].median for case in naive])
         gain = without.sum() / (without[0] + with_cache[1:].sum())  # both run the whole prompt first
         return (
-            f"For {n_prompt} tokens and {n_prompt} new ones the cached loop is {gain:.1f} times as fast (interpolated); a "
-            f"cached step takes {ratio(timings, deep, shallow):.2f} times as long {deep[4:]} as {shallow[4:]}."
+            f"For {n_prompt} tokens and {n_prompt} new ones the cached loop is {gain:.1f} times as fast "
+            f"(interpolated); a cached step takes {ratio(timings, deep, shallow):.2f} times as long {deep[4:]} as {shallow[4:]}."
         )
 
     return report.table("One token with and without the cache", cases, shows, extra, idea="KV cache")

@@ -87,13 +87,11 @@ def _check_memory(config, name, value, rows, length):
 
 def _check_same_vocabulary(tokenizer, draft_tokenizer):
     """Raise ValueError if an id that both vocabularies have means different tokens."""
-    expected, actual = tokenizer.bytes_of, draft_tokenizer.bytes_of
-    different = [id for id in expected.keys() & actual.keys() if expected[id] != actual[id]]
-    if different:
-        id = min(different)
+    id = tokenizer.first_difference(draft_tokenizer)
+    if id is not None:
+        expected, actual = tokenizer.token_bytes(id), draft_tokenizer.token_bytes(id)
         raise ValueError(
-            f"the draft model's vocabulary is another: token {id} is {actual[id]!r} there and {expected[id]!r} in the "
-            "model"
+            f"the draft model has another vocabulary: token {id} is {actual!r} there and {expected!r} in the model"
         )
 
 

@@ -287,7 +287,8 @@ class SpeculationConfig(Config):
         help="tokens that the draft model proposes per round; auto adapts to the acceptance rate")
     prompt_lookup_num_tokens: int = option(0, whole(0, off=0), "N", "speculative decoding",
         help="without a draft model: propose N tokens by n-gram lookup in the text so far")
-    speculation_rule: Literal["coupled", "rejection"] = option("coupled", RULE, "RULE", "speculative decoding", "drafts",
+    speculation_rule: Literal["coupled", "rejection"] = option(
+        "coupled", RULE, "RULE", "speculative decoding", "drafts",
         help="coupled: the text is the one without drafts; rejection: accepts more, and gives another text")
     max_matching_ngram_size: int = option(2, whole(1), "N", "speculative decoding", "lookup",
         help="longest n-gram that the lookup matches")

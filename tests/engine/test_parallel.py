@@ -213,7 +213,7 @@ def test_two_threads_may_use_one_weight_at_once(three_threads):
 
 def slow_attention(q, keys, values, scale, mask):
     """softmax(q @ k.T * scale) @ v in float64, query by query."""
-    B, H, D, T = q.shape
+    B, H, _, T = q.shape
     out = np.zeros((B, T, H, values.shape[2]))
     for b, h, t in np.ndindex(B, H, T):
         scores = keys[b, h].T.astype(float) @ q[b, h, :, t].astype(float) * scale
