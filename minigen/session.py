@@ -37,6 +37,13 @@ class Session:
     def context(self, ids):
         self.ids = list(ids)
 
+    def copy(self):
+        """A branch: another session with the same text, options and cache contents. Both go on independently."""
+        branch = Session(self.model, self.tokenizer, draft_model=self.draft_model, **self.options)
+        branch.seed, branch.ids = self.seed, list(self.ids)
+        branch.cache = self.cache and self.cache.copy()
+        return branch
+
     def turn(self, text):
         """Add `text`, and yield a `Step` for each token of the model's continuation, the last with the `Completion`.
 

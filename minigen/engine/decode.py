@@ -100,6 +100,14 @@ class PrefixCache:
     def __repr__(self):
         return f"<PrefixCache: {[len(ids) for ids in self.ids]} ids in {self.kv!r}>"
 
+    def copy(self):
+        """An independent cache with the same contents."""
+        other = PrefixCache(self.model, use_cache=self.use_cache)
+        other.kv = self.kv.copy()
+        other.ids = [list(ids) for ids in self.ids]
+        other.draft = self.draft and self.draft.copy()
+        return other
+
     def feed(self, texts, n_logits=1, hooks=NO_HOOKS):
         """Run what each row's text adds to the ids in the cache; the logits after its last n_logits ids.
 
