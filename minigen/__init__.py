@@ -47,7 +47,7 @@ def __getattr__(name):
     from minigen.scoring import Score, score
     from minigen.session import Session
     from minigen.text.tokenizer import Tokenizer
-    from minigen.tracing.recorder import trace
+    from minigen.tracing.page import trace
 
     globals().update({key: value for key, value in locals().items() if key in __all__})
     return globals()[name]

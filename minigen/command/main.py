@@ -24,7 +24,7 @@ from minigen.engine.validation import require
 from minigen.files.hub import DEFAULT_MODEL, default_draft, resolve_checkpoint
 from minigen.scoring import score
 from minigen.session import Session
-from minigen.tracing.recorder import check_file, stream_with_trace
+from minigen.tracing.page import check_file, stream_with_trace
 
 # What --score makes use of; every other option is refused beside it.
 FOR_SCORING = ("model", "score", "stride", "logprobs", "json", "quiet")
@@ -398,9 +398,13 @@ def run(args, to_cli_message):
         if coloured and has_colours(sys.stderr):
             _print_stderr(legend())
 
-    # Closed here, because a trace is then written, or cannot be, of which the garbage collector would tell nobody.
-    with contextlib.closing(steps):
-        completions = _print_texts(steps, prompts, args, name, decoding, tokenizer if coloured else None)
+    try:
+        # Close explicitly: this writes the trace, and an error raised during garbage collection would be lost.
+        with contextlib.closing(steps):
+            completions = _print_texts(steps, prompts, args, name, decoding, tokenizer if coloured else None)
+    finally:
+        if args.trace is not None and steps.written and not args.quiet:
+            _print_stderr(steps.written)
     if decoding.logprobs is not None and not args.json:
         for done in completions:
             (_note_logprobs if "logprobs" in args else _note_unlikely)(done)
