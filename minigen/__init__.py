@@ -46,11 +46,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` im
     from minigen.scoring import TextScore, score
     from minigen.session import Session
     from minigen.text.tokenizer import Tokenizer
-    from minigen.tracing.recorder import trace
+    from minigen.tracing.page import trace
 
 _MODULES = (
     "api engine.cache engine.decode engine.model engine.sampler options results scoring session text.tokenizer "
-    "tracing.recorder"
+    "tracing.page"
 ).split()
 
 
