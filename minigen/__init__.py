@@ -27,7 +27,9 @@ __all__ = [
     "draw",
     "generate",
     "load",
+    "next_token_probs",
     "probs",
+    "sample_token",
     "score",
     "stream",
     "trace",
@@ -40,15 +42,17 @@ def __getattr__(name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from minigen.api import generate, load, stream
     from minigen.engine.cache import KVCache
-    from minigen.engine.decode import Completion, PrefixCache, Step
+    from minigen.engine.decode import PrefixCache
     from minigen.engine.model import GPT2, GPT2Config
-    from minigen.engine.sampler import History, draw, probs
+    from minigen.engine.sampler import History, next_token_probs, sample_token
     from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
+    from minigen.results import Completion, Step
     from minigen.scoring import Score, score
     from minigen.session import Session
     from minigen.text.tokenizer import Tokenizer
     from minigen.tracing.recorder import trace
 
+    probs, draw = next_token_probs, sample_token  # their earlier names
     globals().update({key: value for key, value in locals().items() if key in __all__})
     return globals()[name]
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from minigen.engine.sampler import log_softmax
-from minigen.engine.validation import is_int, require
+from minigen.engine.validation import is_int
+from minigen.options import require
 
 # Tokens run at a time: their logits are 26 MB for GPT-2, where those of its whole context would be 206 MB.
 CHUNK = 128

@@ -22,7 +22,7 @@ import minigen
 from minigen.api import completions, stream
 from minigen.engine.hooks import Hooks
 from minigen.engine.ops import softmax
-from minigen.engine.sampler import log_softmax, probs, process
+from minigen.engine.sampler import apply_logits_processors, log_softmax, next_token_probs
 from minigen.engine.speculative import residual
 from minigen.engine.validation import is_number
 from minigen.files.atomic_write import beside, write_atomic
@@ -120,7 +120,7 @@ def _candidate_rows(columns, extra):
 def _probs(logits, history, config):
     """`sampler.probs`, and zeros where it refuses: a later step of the sampler may still allow something."""
     try:
-        return probs(logits, history, config)
+        return next_token_probs(logits, history, config)
     except ValueError:
         return np.zeros(len(logits))
 
@@ -182,8 +182,8 @@ class Recorder(Hooks):
 
     # ------------------------------------------------------------------------------------ what decoders tell
 
-    def began(self, rows, sampling, config):
-        self.sampling, self.config = sampling, config
+    def on_start(self, run, rows):
+        self.sampling, self.config = run.sampling, run.config
         self._running = list(rows)
         for row in rows:
             self.rows[row.index] = row
@@ -216,20 +216,20 @@ class Recorder(Hooks):
         if rings:
             self.steps.append({"kind": kind, "new": is_new, "capacity": cache.capacity, "rows": rings})
 
-    def fed(self, cache):
+    def on_forward(self, cache):
         self._record_step(cache, "pass")
         self._wanted, self._place = 1, 0
 
-    def changed(self, cache, reason):
-        self._record_step(cache, reason)
+    def on_cache_change(self, cache):
+        self._record_step(cache, "rolled back")
 
-    def drafted(self, row, tokens):
+    def on_draft(self, row, tokens):
         row.rng.take()  # what a draft model's tokens were drawn with
         self._wanted = len(tokens) + 1
         if self.attention_hook is not None:
             self.rounds.append({"step": len(self.steps), "at": len(row.ids), "drafts": list(tokens), "choices": []})
 
-    def chose(self, row, logits, p, token, draft=None):
+    def on_token(self, row, logits, p, token, draft=None):
         uniforms = row.rng.take()
         if self._full(1):
             return
@@ -254,14 +254,17 @@ class Recorder(Hooks):
             self.rounds[-1]["choices"].append(len(self.choices))
         self.choices.append(choice)
 
-    def searched(self, beams, logits, candidates, kept, finished):
+    def on_beam_step(self, beams, logits, candidates, kept, finished):
         if self._full(len(beams)):
             return
         row, step = self._running[0], len(self.steps) - 1
         for index, beam in enumerate(beams):
             ids = row.ids + beam  # the rows of a search hold the prompt alone until it ends
             log_p, history = log_softmax(logits[index]), row.history._replace(ids=ids)
-            columns = [np.exp(process(log_p, history, config)) for _, config in stages(self.sampling, beams=True)]
+            columns = [
+                np.exp(apply_logits_processors(log_p, history, config))
+                for _, config in stages(self.sampling, beams=True)
+            ]
             choice = {"at": len(ids), "step": step, "shift": 0, "u": None}
             choice |= _candidate_rows(columns, [other.token for other in candidates if other.parent == index])
             choice["attention"] = self._attention(index, 0, self._cache.slot_pos[index])

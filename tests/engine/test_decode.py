@@ -21,7 +21,7 @@ import pytest
 
 import minigen
 from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
-from minigen.engine.decode import WINDOW_SLACK
+from minigen.engine.decode import PrefixCache
 from tests.golden.make_logits import stored_params
 from tests.oracles.reference import reference_logits
 from tests.tiny import BYTE_OF_ID, as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
@@ -403,7 +403,7 @@ def test_rows_of_a_batch_fill_the_context_one_by_one(tok):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
-@pytest.mark.parametrize("options", [{}, {"context_shift": True}, {"window": 4}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"use_cache": False}], ids=str)
 def test_a_prompt_too_long_is_refused_before_anything_runs(tok, monkeypatch, max_tokens, options):
     """K08: a prompt longer than the context."""
     t = tiny()
@@ -593,9 +593,10 @@ def test_seeds(tok):
     assert [[step.token for step in streamed if step.row == row] for row in (0, 1)] == first
     runs = [first, ids(1), ids(2**63), ids(None), ids(None)]  # 0 is a seed like any other; None is a new one each time
     assert len({str(run) for run in runs}) == 5
-    # Row 1 of one seed is not row 0 of the next.
-    same = ids_of(generate(t.model, tok, [[1]] * 3, seed=8, max_tokens=20, ignore_eos=True, **FLAT))
-    following = ids_of(generate(t.model, tok, [[1]] * 3, seed=9, max_tokens=20, ignore_eos=True, **FLAT))
+    # Continuation 1 of one seed is not continuation 0 of the next.
+    options = dict(num_return_sequences=3, max_tokens=20, ignore_eos=True)
+    same = ids_of(generate(t.model, tok, [[1]], seed=8, **options, **FLAT))
+    following = ids_of(generate(t.model, tok, [[1]], seed=9, **options, **FLAT))
     assert len({str(row) for row in same + following}) == 6
 
 
@@ -617,7 +618,7 @@ def test_draws_are_independent(tok):
     t = tiny(n_positions=512, n_layer=1)
     uniform = one_hot(0, 1, 2, 3)
     options = dict(max_tokens=300, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
-    ids = np.array(ids_of(generate(t.model, tok, [[9]] * 40, **options)))  # [rows, steps]
+    ids = np.array(ids_of(generate(t.model, tok, [[9]], num_return_sequences=40, **options)))  # [rows, steps]
     counts = np.bincount(ids.ravel(), minlength=4)
     assert abs(counts - 3000).max() < 4 * math.sqrt(12000 * 0.25 * 0.75)
     for pairs in (4 * ids[:, :-1] + ids[:, 1:], 4 * ids[:-1] + ids[1:]):
@@ -850,7 +851,7 @@ def test_window_far_beyond_the_cache(tok, window):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, size).tolist() for size in (3, 250, 64, 65, 131)]
     batch = generate(t.model, tok, prompts, max_tokens=1000, window=window, ignore_eos=True, **GREEDY)
-    capacity = window + WINDOW_SLACK
+    capacity = window + PrefixCache.WINDOW_SLACK
     for prompt, done in zip(prompts, batch, strict=True):
         assert (len(done.token_ids), done.finish_reason) == (401 - len(prompt), "context")
         assert_follows_reference(Tiny(dict(t.config, eos_token_id=None), t.params, t.model), prompt, done, window)
@@ -1080,7 +1081,7 @@ def test_defaults(tok):
     assert ids_of(generate(t.model, tok, "ab", seed=1)) == ids_of(generate(t.model, tok, "ab", seed=1, **named))
     done = generate(t.model, tok, "ab", ignore_eos=True)
     assert [(len(d.token_ids), d.logprobs, d.score) for d in done] == [(100, None, None)]
-    assert inspect.signature(generate).parameters.keys() >= {"model", "tokenizer", "prompts", "options"}
+    assert inspect.signature(generate).parameters.keys() >= {"model", "tokenizer", "prompts", *named}
 
 
 def test_arguments_are_not_changed(tok):

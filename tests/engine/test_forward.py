@@ -194,19 +194,19 @@ def test_layer_norm_is_its_formula_and_uses_its_epsilon():
     np.testing.assert_array_equal(x, before)
 
 
-ORDERS = ("plain", "rows", "columns")
+LAYOUTS = ("unblocked", "row_blocks", "column_blocks")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("n_in", "n_out"), [(8, 1), (24, 24), (96, 257), (257, 96), (64, 1000), (4096, 33), (7000, 50)]
 )
-def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, order):
+def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, layout):
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((n_in, n_out)).astype(np.float32)
     tied = np.ascontiguousarray(matrix.T).T  # as the head lies in memory: [V, E] seen as [E, V]
     bias = rng.standard_normal(n_out).astype(np.float32)
-    weights = [pack_weight(matrix, order), pack_weight(tied, order)]
+    weights = [pack_weight(matrix, layout), pack_weight(tied, layout)]
     tolerance = 2e-6 * n_in**0.5 * 24
     for n_rows in [*range(1, 20), 31, 32, 33, 47, 64, 100]:
         x = rng.standard_normal((n_rows, n_in)).astype(np.float32)
@@ -222,10 +222,10 @@ def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, order)
     assert_close(linear(x[:, -1], weights[0], bias), expected[:, -1], tolerance)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_embed_picks_the_columns_of_a_laid_out_matrix(order):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_embed_picks_the_columns_of_a_laid_out_matrix(layout):
     wte = np.random.default_rng(0).standard_normal((257, 24)).astype(np.float32)
-    weight = pack_weight(wte.T, order)
+    weight = pack_weight(wte.T, layout)
     ids = np.array([[0, 1, 31, 32], [63, 64, 255, 256]])
     np.testing.assert_array_equal(embed(ids, weight), wte[ids])
 
@@ -235,6 +235,12 @@ def test_parameter_names_and_shapes_are_the_checkpoints():
         config = tiny_config(**extra)
         found = {name: tuple(shape) for name, shape in GPT2Config.from_dict(config).parameter_shapes().items()}
         assert found == tiny.parameter_shapes(config)
+
+
+def test_the_repr_of_a_model_says_what_it_is():
+    _, params, model = model_and_params()
+    count = sum(value.size for value in params.values())
+    assert repr(model) == f"GPT2(3 layers, 2 heads, width 8, vocabulary 97, {count:,} parameters)"
 
 
 # ---- logits equal transformers' and the reference's --------------------------------------------------------------

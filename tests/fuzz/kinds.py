@@ -22,6 +22,7 @@ import numpy as np
 import minigen
 from minigen import GPT2, Tokenizer
 from minigen.command import main as cli
+from minigen.command.arguments import build_parser
 from minigen.files.checkpoint import load_config, load_weights
 from tests.fuzz.judge import Wrong, parameters
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
@@ -455,7 +456,7 @@ class CommandLine(Run):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.options = [action for action in cli.build_parser()._actions if action.option_strings]
+        self.options = [action for action in build_parser()._actions if action.option_strings]
 
     def value(self, action, rng):
         if action.dest in ("file", "prompts_file", "prompt_cache", "model", "draft_model"):

@@ -231,6 +231,14 @@ def test_a_file_and_stdin(cli, byte_folder, tmp_path):
     assert tokens[1]["text"] == "h"
 
 
+def test_json_has_no_infinity(cli, monkeypatch):
+    """F16: a perplexity that a float cannot hold."""
+    monkeypatch.setattr("minigen.scoring.Score.perplexity", math.inf)
+    code, out, _ = cli("--score", "-", "--json", "-q", stdin=b"a text")
+    assert code == 0
+    assert json.loads(out, parse_constant=pytest.fail)["perplexity"] is None
+
+
 def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
     assert "2 of 3 tokens" in cli("--score", "-", stdin=b"<|endoftext|>ab")[1]
 
@@ -247,7 +255,7 @@ def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
         (["--prompt-cache", "c"], ["--prompt-cache", "--score"]),
         (["--no-echo"], ["--no-echo", "--score"]),
         (["--show-probs"], ["--show-probs", "--score"]),
-        (["-f", "other"], ["file", "other", "--score"]),
+        (["-f", "other"], ["-f", "other", "--score"]),
         (["--logprobs", "3"], ["logprobs is 3", "--score"]),
         (["--stride", "0"], ["stride is 0", "16"]),
         (["--stride", "17"], ["stride is 17", "16"]),
