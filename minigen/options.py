@@ -387,7 +387,7 @@ def _bias_by_id(logit_bias, model, tokenizer):
             _check_bias(token, bias)
             if tokenizer is None:
                 continue
-            ids = tokenizer.encode(token)
+            ids = tokenizer.encode(token, add_special_tokens=False)
             if len(ids) != 1:
                 raise OptionError("{logit_bias} names {0}, which is {1} tokens, not one", token, len(ids))
             token = ids[0]

@@ -56,7 +56,7 @@ class Session:
     def _turn(self, text):
         require(isinstance(text, str), "text", text, "a text")
         n_positions = self.model.config.n_positions
-        ids = self.tokenizer.encode("\n" * bool(self.ids and text) + text)
+        ids = self.tokenizer.encode("\n" * bool(self.ids and text) + text, add_special_tokens=not self.ids)
         prompt = self.ids + ids
         if len(prompt) > n_positions and not self.config.context_shift:
             raise OptionError(
@@ -84,5 +84,7 @@ class Session:
             return ids[:-1]
         if completion.finish_reason == "stop":
             without_last = self.tokenizer.decode(ids[:-1])
-            return ids[:-1] if without_last == completion.text else self.tokenizer.encode(completion.text)
+            if without_last != completion.text:
+                return self.tokenizer.encode(completion.text, add_special_tokens=False)
+            return ids[:-1]
         return ids

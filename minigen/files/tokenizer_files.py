@@ -166,14 +166,16 @@ def _stated_tokens(name, parsed):
 
 def _merge_added_tokens(vocab, stated):
     """The `AddedToken`s that the files state, {file: what `_stated_tokens` returns}."""
-    ids, flags, path_of = {END_OF_TEXT: {}}, {}, {}
+    ids, flags, special, path_of = {END_OF_TEXT: {}}, {}, {END_OF_TEXT}, {}
     for path, tokens in stated.items():
         for content, id, own_flags in tokens:
             if not isinstance(content, str) or not content or not (id is None or is_int(id, 0)):
                 raise ValueError(f"{path}: the token {short_repr(content)} has the id {short_repr(id)}")
             path_of[content] = path
             ids.setdefault(content, {}).update({} if id is None else {path: id})
-            flags.setdefault((content, id is None), {}).update({} if own_flags is None else {path: own_flags})
+            special.update([content] if id is None else [])
+            if own_flags is not None:
+                flags.setdefault((content, id is None), {})[path] = own_flags
     token_of, added = dict(zip(vocab.values(), vocab, strict=True)), []
     for content, by_path in ids.items():
         in_vocab = {"the vocabulary": vocab[content]} if content in vocab else {}
@@ -189,7 +191,8 @@ def _merge_added_tokens(vocab, stated):
         # A file that gives a token its id knows its flags better than one that only names the token.
         own_flags = flags.get((content, False)) or flags.get((content, True)) or {}
         names = f"{', '.join(AddedToken._fields[2:])} of {short_repr(content)}"
-        added.append(AddedToken(content, id, *_agreed(names, own_flags, default=())))
+        default = (False, False, False, content not in special)
+        added.append(AddedToken(content, id, *_agreed(names, own_flags, default)))
     return added
 
 

@@ -1,5 +1,6 @@
 """From files to a model: what is found, read, refused and warned of; the float64 reference judges what was read."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -959,6 +961,19 @@ def test_an_empty_prompt_begins_with_the_id_of_generation_config(tmp_path):
     assert empty[0].token_ids != minigen.generate(model, tokenizer, [[256]], max_tokens=5, seed=1)[0].token_ids
 
 
+def test_a_begin_of_text_token_that_the_tokenizer_adds_begins_a_session_and_nothing_else(tmp_path):
+    """F03: add_bos_token, with texts that are only a part of a text."""
+    config = tiny_config(vocab_size=257)
+    folder = write_byte_vocab(write_checkpoint(tmp_path, config, tiny_params(config)))
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    model, tokenizer = minigen.load(folder)
+    session = minigen.Session(model, tokenizer, max_tokens=1, ignore_eos=True, logit_bias={"a": 100})
+    for _ in range(2):
+        list(session.turn("b"))
+    a, b, newline = byte_ids("ab\n")
+    assert session.context == [256, b, a, newline, b, a]
+
+
 ALIASES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -1302,12 +1317,34 @@ def test_a_folder_without_weights_names_what_was_looked_for(byte_checkpoint, tmp
     assert "pickle" not in message
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="nothing is unreadable to the superuser")
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_an_unreadable_file_is_an_oserror(tmp_path, plain, file):
-    folder = write_checkpoint(tmp_path, plain[1], plain[2])
-    (folder / file).chmod(0)
-    refused(lambda: read(folder), file, kind=OSError)
+@contextlib.contextmanager
+def without_privileges():
+    """Run as an ordinary user: the superuser may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
+def test_what_may_not_be_read_is_named(plain):
+    """F17: a file or the folder without permission."""
+    _, config, params = plain
+    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to other users
+        os.chmod(top, 0o755)
+        folder = write_byte_vocab(write_checkpoint(Path(top) / "model", config, params, shards=2))
+        for name in ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
+            (folder / name).write_text("{}")
+        minigen.load(folder)  # imports all that it needs before files of the installation become unreadable
+        for path in [*folder.iterdir(), folder]:
+            mode = path.stat().st_mode
+            path.chmod(0)
+            with without_privileges():
+                refused(lambda: minigen.load(folder), f"cannot read {path}", "Permission denied", kind=OSError)
+            path.chmod(mode)
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------------

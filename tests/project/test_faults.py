@@ -60,6 +60,16 @@ FAULTS = {
     "C05": "a tokenizer that needs the network",
     "C07": "line breaks, byte order marks and CRLF in prompts",
     "C08": "closed pipes, Ctrl-C, weights that are not safetensors",
+    "F01": "a special token spelled as a vocabulary byte",
+    "F02": "added tokens that one file alone knows",
+    "F03": "settings of tokenizer.json and tokenizer_config.json",
+    "F04": "begin- and end-of-text ids outside the vocabulary",
+    "F05": "generation_config.json's begin-of-text id",
+    "F06": "names of sizes in other architectures",
+    "F07": "prefixes of wrappers",
+    "F08": "an index and shards that disagree",
+    "F09": "no merges next to a whole vocabulary",
+    "F10": "huge token ids",
     "F11": "output that is lost with exit code 0",
     "F12": "files in UTF-16",
     "F13": "a pipe that does not block",
@@ -68,6 +78,9 @@ FAULTS = {
     "F18": "rare command lines, streams and files",
     "F19": "a caller's objects that are shared",
     "F20": "NumPy scalars as options",
+    "F25": "an incomplete download that is trusted",
+    "F26": "a Git LFS pointer in place of weights",
+    "F28": "a damaged download that keeps its name",
 }
 
 
