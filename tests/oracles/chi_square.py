@@ -3,6 +3,8 @@
 import math
 from statistics import NormalDist
 
+import numpy as np
+
 P_FALSE_ALARM = 1e-6  # of each test; the seeds are fixed, so a test that passes once always does
 
 
@@ -33,3 +35,8 @@ def assert_follows(counts, expected):
     """Assert that counts, a mapping from outcomes, do not differ from these probabilities by more than chance."""
     statistic, bound = chi_square(counts, expected)
     assert statistic < bound, (statistic, bound)
+
+
+def assert_frequencies(draws, p):
+    """The same for draws, whole numbers from 0 on, and the probability p of each."""
+    assert_follows(dict(enumerate(np.bincount(draws, minlength=len(p)).tolist())), dict(enumerate(p)))
