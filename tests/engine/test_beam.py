@@ -19,7 +19,7 @@ from minigen.options import BeamConfig
 from tests.golden.make_beam import load_case
 from tests.golden.make_logits import fingerprint, stored_params
 from tests.oracles.reference import reference_logits
-from tests.tiny import random_params, tiny_config, tiny_params
+from tests.oracles.tiny import random_params, tiny_config, tiny_params
 
 HERE = Path(__file__).parents[1]
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)

@@ -46,7 +46,7 @@ from minigen.engine.speculative import (
 from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
 from minigen.text.tokenizer import Tokenizer
 from tests.oracles.reference import reference_logits
-from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
+from tests.oracles.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
 P_FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a test that passes once always does

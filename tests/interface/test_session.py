@@ -11,7 +11,7 @@ import minigen
 from minigen.engine.decode import PrefixCache
 from minigen.engine.model import Block
 from minigen.session import Session
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 N_POSITIONS = 64
 

@@ -22,7 +22,7 @@ from minigen.command import main as cli
 from minigen.tracing.page import stream_with_trace
 from minigen.tracing.recorder import Recorder, stages
 from tests.oracles.reference import layer_norm, reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 VOCAB = 257
 PROMPT = "abcabcab"
