@@ -729,7 +729,7 @@ def test_without_a_file_the_page_is_an_object_that_a_notebook_displays(tok, file
     assert (frame.tag, frame.get("sandbox"), len(frame)) == ("iframe", "allow-scripts", 0)
     shown.save(file)
     assert frame.get("srcdoc").split() == file.read_text(encoding="utf-8").split()
-    with pytest.raises(OSError, match="cannot write the trace .*: it is not an ordinary file"):
+    with pytest.raises(OSError, match=r"cannot write the trace .*: it is not an ordinary file"):
         shown.save(file.parent)
     nothing = minigen.trace(tiny().model, tok, [])
     assert nothing == [] and nothing._repr_html_() is None

@@ -243,6 +243,39 @@ def test_a_wide_table_keeps_its_names_and_marks_what_changed_nothing(browser, pa
     assert 0 < idle < len(data["choices"]) * (len(data["stages"]) - 1)
 
 
+@pytest.mark.parametrize(
+    "kind, sentence",
+    [
+        ("shift", "the context is full, so the older half of the text is dropped."),
+        ("prompt cache", "the keys and values of 2 tokens are read from the prompt cache."),
+    ],
+)
+def test_steps_of_the_cache_that_no_pass_made_are_told_and_prompts_can_be_inspected(browser, pages, kind, sentence):
+    file, data, _ = pages(kind)
+    show(browser, file)
+    told = []
+    for at, step in enumerate(data["steps"]):
+        browser.execute_script("chooseStep(arguments[0])", at)
+        if step["kind"] != "pass":
+            told.append(text(browser, "step-text"))
+    assert len(told) == 1 and sentence in told[0]
+    for index in (1, 3):
+        browser.execute_script("chooseToken(arguments[0])", index)
+        assert text(browser, "choice-title").startswith(f"Token {index}: ")
+        assert "part of the prompt" in text(browser, "choice-body")
+    if kind == "shift":  # the slots that it emptied are named by the tokens that they held
+        at = [step["kind"] for step in data["steps"]].index("shifted")
+        browser.execute_script("chooseStep(arguments[0])", at)
+        titles = browser.execute_script(
+            "return [...document.querySelectorAll('.slot.undone')].map((s) => s.textContent)"
+        )
+        ids, vocabulary = data["rows"][0]["ids"], data["vocabulary"]
+        for title in titles:
+            position = int(re.search(r"position (\d+)", title)[1])
+            assert title.endswith(f"“{vocabulary[str(ids[position])]}”".replace(" ", "\u00a0").replace("\n", "↵"))
+        assert len(titles) > 250
+
+
 def test_without_a_cache_the_page_says_so(browser, pages):
     for kind in ("plain", "no cache"):
         show(browser, pages(kind)[0])
@@ -289,8 +322,8 @@ def test_the_ring_counts_what_is_left_in_it(browser, pages):
 def raced(data):
     """A run with drafts as an exponential race would have given it: E such that each token and each draft comes first.
 
-    A rejected draft d and its replacement t have p[d] < q[d] and p[t] > q[t], so there is an E that lets d win by q and t
-    win by p.
+    A rejected draft d and its replacement t have p[d] < q[d] and p[t] > q[t], so there is an E by which d comes first
+    for q, and t for p.
     """
     rng, stages = np.random.default_rng(0), len(data["stages"])
     for choice in data["choices"]:
