@@ -12,15 +12,16 @@ import re
 import sys
 import zlib
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 import minigen
-from minigen import GPT2, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
+from minigen import GPT2, DecodingConfig, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
 from minigen.command import main as cli
 from minigen.tracing.page import stream_with_trace
-from minigen.tracing.recorder import Recorder, stages
+from minigen.tracing.recorder import TOP, Recorder, stages
 from tests.oracles.reference import layer_norm, reference_logits
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
@@ -353,6 +354,15 @@ def test_greedy_draws_nothing(runs):
     assert runs("greedy").data["stages"] == ["model", "temperature 0"]
 
 
+def test_of_equal_candidates_those_with_the_lowest_ids_are_listed():
+    config = tiny_config(vocab_size=VOCAB, n_layer=1)
+    params = {name: np.zeros_like(value) for name, value in tiny_params(config).items()}
+    recorder = Recorder(GPT2(GPT2Config.from_dict(config), params))
+    recorder.config = DecodingConfig()
+    (choice,) = recorder.prompt_choices([5, 200])
+    assert [token for token, *_ in choice["candidates"]] == [*range(TOP), 200]
+
+
 # ---- the ring ----------------------------------------------------------------------------------------------------
 
 
@@ -476,6 +486,18 @@ def test_every_beam_has_one_fate(runs, mode):
     assert [entry["out"] for entry, _ in beaten] == [number for _, number in beaten]
     assert sum("out" in entry for entry in entries) == len(beaten)
     assert beaten or mode != "beams that end"
+
+
+def test_a_large_bias_is_a_finite_number_on_the_page(tok, file):
+    minigen.trace(tiny().model, tok, PROMPT, file, num_beams=2, logit_bias={65: 800.0, 66: -math.inf}, max_tokens=3)
+    data = data_of(file)  # JSON has no infinity, and render_page allows none
+    assert data["stages"][-1] == "logit_bias"
+    for choice in data["choices"]:
+        found = {token: values for token, _, values in choice["candidates"]}
+        model, log_p, biased = found[65]
+        assert log_p == pytest.approx(math.log(model), abs=1e-3) and biased == pytest.approx(log_p + 800, abs=0.01)
+        assert all(token != 66 or values[-1] is None for token, values in found.items())
+        assert choice["left"] == [VOCAB, VOCAB, VOCAB - 1]
 
 
 # ---- speculation -------------------------------------------------------------------------------------------------
@@ -687,6 +709,32 @@ def test_the_command_line_prints_the_same_text_and_writes_the_page(folder, file,
     assert cli.main([*arguments, "--trace", str(file)]) == 0
     assert capsys.readouterr().out == plain
     assert data_of(file)["rows"][0]["n_generated"] == 9
+
+
+def test_the_command_line_says_what_it_wrote(folder, file, capsys):
+    cli.main(["-m", folder, PROMPT, "-n", "3", "--trace", str(file)])
+    kilobytes = round(len(file.read_bytes()) / 1000)
+    line = f"wrote the trace {file} ({kilobytes} kB): open {file.as_uri()} in a browser"
+    assert line in capsys.readouterr().err.splitlines()
+    cli.main(["-m", folder, PROMPT, "-n", "3", "-q", "--trace", str(file)])
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_file_the_page_is_an_object_that_a_notebook_displays(tok, file):
+    options = {"max_tokens": 4, "seed": 1, "stop": [NASTY]}
+    shown = minigen.trace(tiny().model, tok, PROMPT, **options)
+    plain = generate(tiny().model, tok, PROMPT, **options)
+    assert [done.text for done in shown.completions] == [done.text for done in shown] == [done.text for done in plain]
+    frame = ElementTree.fromstring(shown._repr_html_())
+    assert (frame.tag, frame.get("sandbox"), len(frame)) == ("iframe", "allow-scripts", 0)
+    shown.save(file)
+    assert frame.get("srcdoc").split() == file.read_text(encoding="utf-8").split()
+    with pytest.raises(OSError, match=r"cannot write the trace .*: it is not an ordinary file"):
+        shown.save(file.parent)
+    nothing = minigen.trace(tiny().model, tok, [])
+    assert nothing == [] and nothing._repr_html_() is None
+    with pytest.raises(ValueError, match="there is no page: the run had no prompts"):
+        nothing.save(file)
 
 
 def test_the_command_line_refuses_in_a_sentence(folder, tmp_path, capsys):

@@ -3,13 +3,16 @@
 Skipped where either is not installed, unless MINIGEN_BROWSER=required says that they must be.
 """
 
+import copy
 import json
 import os
 import re
 
+import numpy as np
 import pytest
 
 import minigen
+from minigen.tracing.page import render_page
 from tests.chromium import MISSING, show, start
 
 if "selenium" not in MISSING:
@@ -76,6 +79,9 @@ def pages(tmp_path_factory):
         return made[kind]
 
     return page
+
+
+TEXT = "return document.querySelector(arguments[0]).textContent"
 
 
 def text(browser, id):
@@ -237,6 +243,39 @@ def test_a_wide_table_keeps_its_names_and_marks_what_changed_nothing(browser, pa
     assert 0 < idle < len(data["choices"]) * (len(data["stages"]) - 1)
 
 
+@pytest.mark.parametrize(
+    "kind, sentence",
+    [
+        ("shift", "the context is full, so the older half of the text is dropped."),
+        ("prompt cache", "the keys and values of 2 tokens are read from the prompt cache."),
+    ],
+)
+def test_steps_of_the_cache_that_no_pass_made_are_told_and_prompts_can_be_inspected(browser, pages, kind, sentence):
+    file, data, _ = pages(kind)
+    show(browser, file)
+    told = []
+    for at, step in enumerate(data["steps"]):
+        browser.execute_script("chooseStep(arguments[0])", at)
+        if step["kind"] != "pass":
+            told.append(text(browser, "step-text"))
+    assert len(told) == 1 and sentence in told[0]
+    for index in (1, 3):
+        browser.execute_script("chooseToken(arguments[0])", index)
+        assert text(browser, "choice-title").startswith(f"Token {index}: ")
+        assert "part of the prompt" in text(browser, "choice-body")
+    if kind == "shift":  # the slots that it emptied are named by the tokens that they held
+        at = [step["kind"] for step in data["steps"]].index("shifted")
+        browser.execute_script("chooseStep(arguments[0])", at)
+        titles = browser.execute_script(
+            "return [...document.querySelectorAll('.slot.undone')].map((s) => s.textContent)"
+        )
+        ids, vocabulary = data["rows"][0]["ids"], data["vocabulary"]
+        for title in titles:
+            position = int(re.search(r"position (\d+)", title)[1])
+            assert title.endswith(f"“{vocabulary[str(ids[position])]}”".replace(" ", "\u00a0").replace("\n", "↵"))
+        assert len(titles) > 250
+
+
 def test_without_a_cache_the_page_says_so(browser, pages):
     for kind in ("plain", "no cache"):
         show(browser, pages(kind)[0])
@@ -278,6 +317,72 @@ def test_the_ring_counts_what_is_left_in_it(browser, pages):
     # The prompt's 160 tokens come in three passes, of which the third goes around the end of 71 slots.
     assert "writes positions 135 to 159 to slots 64 to 70 and 0 to 17. Its last query" in found[2]
     assert "It overwrites positions 64 to 88, which" in found[2]
+
+
+def raced(data):
+    """A run with drafts as an exponential race would have given it: E such that each token and each draft comes first.
+
+    A rejected draft d and its replacement t have p[d] < q[d] and p[t] > q[t], so there is an E by which d comes first
+    for q, and t for p.
+    """
+    rng, stages = np.random.default_rng(0), len(data["stages"])
+    for choice in data["choices"]:
+        p = {id: values[stages - 1] for id, _, values in choice["candidates"]}
+        noise = {id: 10 + rng.exponential() for id in p}
+        noise[choice["token"]] = 0.001
+        if "draft" in choice:
+            q = {id: values[stages] for id, _, values in choice["candidates"]}
+            draft, token = choice["draft"]["token"], choice["token"]
+            if draft != token:
+                low, high = p[draft] / p[token], q[draft] / q[token] if q[token] else np.inf
+                noise[draft] = 0.001 * min((low + high) / 2, low + 1)
+            choice["draft"] |= {"rule": "coupled", "u": None}
+            choice["candidates"] = [[id, 0, values[: stages + 1]] for id, _, values in choice["candidates"]]
+        del choice["u"]
+        order = sorted((id for id in p if p[id]), key=lambda id: noise[id] / p[id])
+        last = [id for id in p if not p[id] and "draft" in choice and id == choice["draft"]["token"]]
+        choice["race"] = [[id, noise[id]] for id in order + last]
+    return data
+
+
+@pytest.mark.parametrize("has_q", [True, False])
+def test_a_race_shows_who_came_first_and_second(browser, pages, tmp_path, has_q):
+    data, file = raced(copy.deepcopy(pages("speculation")[1])), tmp_path / "race.html"
+    stages, outcomes = len(data["stages"]), set()
+    if not has_q:  # as n-gram drafts, which are proposed without a distribution
+        for choice in (choice for choice in data["choices"] if "draft" in choice):
+            choice["draft"]["q"] = None
+            choice["candidates"] = [[id, 0, values[:stages]] for id, _, values in choice["candidates"]]
+    file.write_text(render_page(data), encoding="utf-8")
+    show(browser, file)
+    assert "The token with the smallest E / p is drawn" in browser.execute_script(TEXT, "#draw-help")
+    assert "with the same random numbers" in browser.execute_script(TEXT, "#rule")
+    for choice in data["choices"]:
+        browser.execute_script("chooseToken(arguments[0])", choice["at"])
+        names, *rows = browser.execute_script(
+            "return [...document.querySelectorAll('#choice tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+        )
+        shows_q = has_q and "draft" in choice
+        assert names[stages + 1 :] == ["E", "E / p"] + ["q, the draft's", "E / q"] * shows_q
+        noise = dict(choice["race"])
+        for column, values_at in [(stages + 2, stages - 1)] + [(stages + 4, stages)] * shows_q:
+            times = {id: noise[id] / v[values_at] for id, _, v in choice["candidates"] if id in noise and v[values_at]}
+            order = sorted(times, key=times.get)
+            for (id, *_), row in zip(choice["candidates"], rows, strict=False):
+                if id not in times:
+                    assert row[column] == "·"
+                    continue
+                rank = ["1st ", "2nd ", ""][min(order.index(id), 2)]
+                assert row[column].startswith(rank)
+                assert float(row[column].removeprefix(rank)) == pytest.approx(times[id], rel=0.06, abs=6e-5)
+            assert order[0] == (choice["token"] if column == stages + 2 else choice["draft"]["token"])
+        shown = text(browser, "choice-body")
+        assert "First came" in shown and ("Second came" in shown) == (choice["left"][stages - 1] > 1)
+        if "draft" in choice:
+            outcomes.add(choice["draft"]["accepted"])
+            assert ("✓ accepted" if choice["draft"]["accepted"] else "✗ rejected") in shown
+            assert ("came first in the draft model's race" in shown) == has_q
+    assert outcomes == {True, False} and browser.get_log("browser") == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
