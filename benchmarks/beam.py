@@ -8,7 +8,7 @@ alone, so the rest of a step with k beams is what beam search adds.
 """
 
 from benchmarks.decode import filled_cache
-from benchmarks.harness import Report, load_model, name_of, parser, random_ids, ratio, timed
+from benchmarks.harness import Report, load_model, model_of, name_of, parser, random_ids, ratio, timed
 from minigen import generate
 
 SECONDS = {"quick": 3, "full": 100}
@@ -18,8 +18,8 @@ BEAMS = (1, 4, 8)
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=5).parse_args(arguments)
-    model, tokenizer = load_model(arguments)
-    report = Report(f"Beam search of {name_of(arguments)}, float32", arguments, SECONDS)
+    model, tokenizer = load_model(model_of(arguments))
+    report = Report(f"Beam search of {name_of(model_of(arguments))}, float32", arguments, SECONDS)
     new = 8 if report.quick else 64
     length = min(PROMPT, model.config.n_positions - new)
     prompt = random_ids(model.config, length).tolist()

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from benchmarks.harness import Report, load_model, name_of, parser, random_ids, ratio, timed
+from benchmarks.harness import Report, load_model, model_of, name_of, parser, random_ids, ratio, timed
 
 SECONDS = {"quick": 3, "full": 60}
 PROMPTS = (128, 512)
@@ -119,8 +119,8 @@ def measure_steps(report, model):
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=10).parse_args(arguments)
-    report = Report(f"Forward passes of {name_of(arguments)}, float32", arguments, SECONDS)
-    model, _ = load_model(arguments)
+    report = Report(f"Forward passes of {name_of(model_of(arguments))}, float32", arguments, SECONDS)
+    model, _ = load_model(model_of(arguments))
     measure_prompts(report, model)
     measure_steps(report, model)
 

@@ -85,15 +85,14 @@ def parser(description, repetitions, model=True, plot=False):
 # ---------------------------------------------------------------------------------------- models
 
 
-def shape_of(arguments):
-    """The shape of random weights that the options ask for, or None if they ask for a checkpoint."""
-    return arguments.shape or (None if arguments.model or arguments.quick else "gpt2")
+def model_of(arguments):
+    """The model that the options ask for: a shape of random weights or a checkpoint's folder."""
+    return arguments.shape or arguments.model or (checkpoint("fairytale") if arguments.quick else "gpt2")
 
 
-def name_of(arguments):
-    """The model that the options ask for, in words, for a title."""
-    shape = shape_of(arguments)
-    return f"random weights of {shape}'s shape" if shape else arguments.model.name if arguments.model else "fairytale"
+def name_of(model):
+    """A shape or a checkpoint's folder in words, for a title."""
+    return f"random weights of {model}'s shape" if model in SHAPES else model.name
 
 
 def random_parameters(config):
@@ -109,27 +108,22 @@ def random_parameters(config):
             yield name, rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
-def random_model(shape):
-    """(model, tokenizer) of random weights; the tokenizer is GPT-2's."""
-    config = minigen.GPT2Config(**SHAPES[shape])
+def load_model(name):
+    """(model, tokenizer): of random weights and GPT-2's tokenizer if it names a shape, else as `minigen.load`."""
+    if name not in SHAPES:
+        return minigen.load(name)
+    config = minigen.GPT2Config(**SHAPES[name])
     tokenizer = minigen.Tokenizer.from_folder(GPT2_VOCABULARY, config.vocab_size)
     return minigen.GPT2(config, random_parameters(config)), tokenizer
 
 
-def load_model(arguments):
-    """(model, tokenizer) that the options ask for."""
-    shape = shape_of(arguments)
-    return random_model(shape) if shape else minigen.load(arguments.model or "fairytale")
-
-
-def checkpoint_of(arguments, folder):
-    """The checkpoint's folder that the options ask for; random weights are written to `folder`."""
-    shape = shape_of(arguments)
-    if not shape:
-        return arguments.model or checkpoint("fairytale")
-    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
+def checkpoint_of(model, folder):
+    """The folder of a checkpoint, which for a shape of random weights is written to `folder`."""
+    if model not in SHAPES:
+        return model
+    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[model]}
     (folder / "config.json").write_text(json.dumps(described))
-    parameters = random_parameters(minigen.GPT2Config(**SHAPES[shape]))
+    parameters = random_parameters(minigen.GPT2Config(**SHAPES[model]))
     save_file(dict(parameters), folder / "model.safetensors", {"format": "pt"})
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(GPT2_VOCABULARY / name, folder)
@@ -221,14 +215,19 @@ def cell(value):
 class Report:
     """The tables of one benchmark: each is printed as soon as it is measured, and saved with `--json`."""
 
-    def __init__(self, title, arguments, seconds, notes=()):
+    def __init__(self, title, arguments, seconds):
         """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
         self.quick, self.json = arguments.quick, arguments.json
         self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
-        self.figures = {"title": title, "machine": machine(), "notes": list(notes), "tables": []}
+        self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}
         run = "quick" if self.quick else "full"
-        print(title, self.figures["machine"], *notes, sep="\n")
+        print(title, self.figures["machine"], sep="\n")
         print(f"a {run} run takes about {duration(seconds[run])} on two cores with its default model", flush=True)
+
+    def note(self, sentence):
+        """Print a sentence that belongs to the figures, and save it with them."""
+        print(sentence, flush=True)
+        self.figures["notes"].append(sentence)
 
     def table(self, title, cases, shows, extra, idea=None, once=False):
         """Measure cases, print a table and a sentence; returns the rows.

@@ -10,7 +10,6 @@
 MB are millions of bytes. Memory is that of the bundled model, unless --model or --shape asks for another one.
 """
 
-import argparse
 import math
 import os
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import minigen
-from benchmarks.harness import Report, load_model, name_of, parser, plot, random_ids, ratio, timed
+from benchmarks.harness import Report, checkpoint, load_model, model_of, name_of, parser, plot, random_ids, ratio, timed
 
 SECONDS = {"quick": 8, "full": 240}
 DEPTHS = (16, 64, 128, 192, 256, 512, 1000)
@@ -69,7 +68,7 @@ def measure_loops(report, model):
         with_cache = np.interp(after, depths, [timings[case].median for case in naive])
         gain = without.sum() / (without[0] + with_cache[1:].sum())  # both run the whole prompt first
         return (
-            f"For {n_prompt} tokens and {n_prompt} new ones the cached loop is {gain:.1f} times as fast (interpolated); a "
+            f"A prompt of {n_prompt} and {n_prompt} new tokens: cached {gain:.1f} times as fast as naive (interpolated). A "
             f"cached step takes {ratio(timings, deep, shallow):.2f} times as long {deep[4:]} as {shallow[4:]}."
         )
 
@@ -134,15 +133,15 @@ def measure_memory(report, model, tokenizer, name):
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=5, plot=True).parse_args(arguments)
-    report = Report(f"KV cache of {name_of(arguments)}, float32", arguments, SECONDS)
+    name = model_of(arguments)
+    report = Report(f"KV cache of {name_of(name)}, float32", arguments, SECONDS)
     # First, while the process is small.
-    bundled = argparse.Namespace(model=None, shape=None, quick=True)
-    asked = arguments if arguments.model or arguments.shape else bundled
-    measure_memory(report, *load_model(asked), name_of(asked))
-    model, _ = load_model(arguments)
+    written_by = arguments.model or arguments.shape or checkpoint("fairytale")
+    measure_memory(report, *load_model(written_by), name_of(written_by))
+    model, _ = load_model(name)
     loops = measure_loops(report, model)
     if arguments.plot:
-        draw(loops, arguments.plot, f"{name_of(arguments)}: naive loop against cached loop")
+        draw(loops, arguments.plot, f"{name_of(name)}: naive loop against cached loop")
 
 
 if __name__ == "__main__":

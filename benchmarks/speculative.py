@@ -22,7 +22,7 @@ import argparse
 
 import numpy as np
 
-from benchmarks.harness import SHAPES, Report, parser, random_model, ratio
+from benchmarks.harness import SHAPES, Report, load_model, parser, ratio
 from minigen import SpeculationConfig, generate, load
 
 SECONDS = {"quick": 12, "full": 1500}
@@ -131,8 +131,8 @@ class Scripted:
 
 
 def scripted(name):
-    """(`Scripted` of random weights of a shape or of a bundled model, tokenizer)."""
-    model, tokenizer = random_model(name) if name in SHAPES else load(name)
+    """(`Scripted` of a shape's random weights or of a bundled model, tokenizer)."""
+    model, tokenizer = load_model(name)
     return Scripted(model), tokenizer
 
 

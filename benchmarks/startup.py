@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Report, checkpoint_of, config_of, name_of, parser
+from benchmarks.harness import Report, checkpoint_of, config_of, model_of, name_of, parser
 
 SECONDS = {"quick": 4, "full": 90}
 PROMPT = "Once upon a time"
@@ -53,10 +53,11 @@ def run_script(script, *arguments):
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=10).parse_args(arguments)
+    model = model_of(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = checkpoint_of(arguments, Path(folder))
+        checkpoint = checkpoint_of(model, Path(folder))
         weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values())) / 1e6
-        report = Report(f"Start of {name_of(arguments)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
+        report = Report(f"Start of {name_of(model)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
         inside = []
 
         def first_token():
