@@ -22,21 +22,24 @@ README = ROOT / "benchmarks" / "README.md"
 
 def markdown(figures):
     """The figures of README.md, as two tables. figures: name of a script -> what it wrote with --json."""
-    lines = []
-    if tables := figures.get("peers", {}).get("tables"):
-        engines = list(dict.fromkeys(row["case"] for table in tables for row in table["rows"]))
-        lines += [f"| {figures['peers']['title']}, ms | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
-        for table in tables:
-            times = {row["case"]: row["ms"] for row in table["rows"]}
-            best = min(times.values())
-            cells = [f"**{cell(ms)}**" if ms == best else cell(ms) for ms in (times[name] for name in engines)]
-            lines.append(f"| {table['title']} | {' | '.join(cells)} |")
-        lines += ["", *figures["peers"]["notes"], ""]
-    lines += ["| idea | what it shows | benchmark |", "|---|---|---|"]
+    peers = figures["peers"]
+    engines = [row["case"] for row in peers["tables"][0]["rows"]]
+    lines = [f"| {peers['title']}, ms | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
+    for table in peers["tables"]:
+        times = [row["ms"] for row in table["rows"]]
+        cells = [f"**{cell(ms)}**" if ms == min(times) else cell(ms) for ms in times]
+        lines.append(f"| {table['title']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "; ".join([peers["machine"], *peers["notes"]]),
+        "",
+        "| idea | what it shows | from |",
+        "|---|---|---|",
+    ]
     for script, written in figures.items():
         ideas = [table for table in written["tables"] if table["idea"]]
         lines += [f"| {table['idea']} | {table['shows']} | `{script}`: {table['title']} |" for table in ideas]
-    return "\n".join([*lines, "", next(iter(figures.values()))["machine"]])
+    return "\n".join(lines)
 
 
 def main(arguments=None):

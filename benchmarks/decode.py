@@ -19,17 +19,7 @@ import numpy as np
 from benchmarks.harness import Report, load_model, model_of, name_of, parser, random_ids, ratio, timed
 
 SECONDS = {"quick": 3, "full": 60}
-PROMPTS = (128, 512)
-DEPTH = 128
-ROWS = (2, 4, 5, 8, 16)
 STEPS = 16
-
-
-def filled_cache(model, depth, more, batch=1):
-    """A cache whose rows hold `depth` tokens, with room for `more`."""
-    cache = model.new_cache(batch, depth + more)
-    model.forward(random_ids(model.config, batch, depth), cache)
-    return cache
 
 
 def prompt_flops(config, n_tokens):
@@ -44,7 +34,7 @@ def measure_prompts(report, model):
     size = 512 if report.quick else 2048
     a, b, out = (np.full((size, size), 0.5, np.float32) for _ in range(3))
     cases, flops = {"sgemm": lambda: np.matmul(a, b, out=out)}, {"sgemm": 2 * size**3}
-    for n_tokens in sorted({min(n_tokens, model.config.n_positions) for n_tokens in PROMPTS}):
+    for n_tokens in sorted({min(n_tokens, model.config.n_positions) for n_tokens in (128, 512)}):
         case, ids = f"pp{n_tokens}", random_ids(model.config, 1, n_tokens)
         cases[case] = lambda ids=ids: model.forward(ids, model.new_cache(1, ids.size))
         flops[case] = prompt_flops(model.config, n_tokens)
@@ -74,13 +64,14 @@ def step_bytes(config):
 
 
 def measure_steps(report, model):
-    depth = min(DEPTH, model.config.n_positions - STEPS)
+    depth = min(128, model.config.n_positions - STEPS)
     matrix, vector = np.ones((10_000 if report.quick else 100_000, 1000), np.float32), np.ones(1000, np.float32)
     cases, n_tokens = {"gemv": lambda: matrix @ vector}, {}
 
     def add(case, batch, length, times):
         """times passes over `length` tokens of each row; those of single tokens follow each other."""
-        ids, cache = random_ids(model.config, batch, length), filled_cache(model, depth, max(length, STEPS), batch)
+        ids, cache = random_ids(model.config, batch, length), model.new_cache(batch, depth + max(length, STEPS))
+        model.forward(random_ids(model.config, batch, depth), cache)
 
         def step():
             if length > 1:
@@ -95,7 +86,7 @@ def measure_steps(report, model):
 
     one = f"tg{STEPS} @ d{depth}"
     add(one, 1, 1, STEPS)
-    for k in ROWS:
+    for k in (2, 4, 5, 8, 16):
         add(f"batch of {k}", k, 1, STEPS)
         add(f"verify {k} tokens", 1, k, 4)
 

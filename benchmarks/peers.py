@@ -7,10 +7,9 @@
     batch of 4      the same for four prompts in one batch
     start           from process start to the first token, with the checkpoint in the system's file cache
 
-"ratio" is minigen's time as a multiple of the engine's: below 1 minigen is faster. "same tokens" says how many of the
-chosen tokens are those of minigen. Each engine runs in a process of its own, through the fastest calls of its public
-interface. Their files are made by their own packages; llama.cpp's converter is not in a package, so its file is written
-with the names and the vocabulary reader of the gguf package. Engines that are not installed are left out.
+"ratio" is minigen's time as a multiple of the engine's: below 1 minigen is faster. "same tokens" counts the tokens that
+are those of minigen. Each engine has a process of its own and is called in the fastest way that its public interface
+has. Engines that are not installed are left out. No package has llama.cpp's converter: gguf gives names and vocabulary.
 """
 
 import json
@@ -85,14 +84,15 @@ print(int(model.generate(**ids, do_sample=False, max_new_tokens=1)[0, -1]), flus
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def begin(self, prompts, steps):
-        output = self.model(self.tensor(prompts), use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        cache = None
 
-        def step(tokens):
-            output = self.model(self.tensor(tokens[:, None]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        def step(ids):
+            nonlocal cache
+            output = self.model(self.tensor(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
             return output.logits[:, -1].numpy()
 
-        return output.logits[:, -1].numpy(), step
+        return step(prompts), lambda tokens: step(tokens[:, None])
 
 
 class CTranslate2(Minigen):
@@ -152,17 +152,14 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         config, writer = config_of(folder), gguf.GGUFWriter(path, "gpt2")
-        for name, value in {
-            "context_length": config.n_positions,
-            "embedding_length": config.n_embd,
-            "block_count": config.n_layer,
-            "feed_forward_length": config.n_inner or 4 * config.n_embd,
-            "head_count": config.n_head,
-            "layer_norm_eps": config.layer_norm_epsilon,
-            "tokenizer_model": "gpt2",
-            "tokenizer_pre": "gpt-2",
-        }.items():
-            getattr(writer, f"add_{name}")(value)
+        writer.add_context_length(config.n_positions)
+        writer.add_embedding_length(config.n_embd)
+        writer.add_block_count(config.n_layer)
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_head_count(config.n_head)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
         vocab = sorted(AutoTokenizer.from_pretrained(folder).get_vocab().items(), key=lambda item: item[1])
         writer.add_token_list([token for token, _ in vocab])
         kinds = gguf.TokenType
@@ -239,27 +236,15 @@ def run(prompts, steps):
     return engine.run(prompts, steps)
 
 
-def start_workers(report, checkpoint, folder, threads):
-    """(name -> the worker in which that engine is loaded, name -> the files it reads) of all that are installed."""
-    workers, paths = {}, {}
-    for name, kind in ENGINES.items():
-        worker, paths[name] = new_worker(), checkpoint
-        try:
-            versions = ", ".join(f"{package} {version(package)}" for package in kind.packages)
-            if kind.convert:
-                paths[name] = folder / name
-                with new_worker() as converter:  # whose libraries and memory the engine's process then is without
-                    converter.submit(kind.convert, checkpoint, paths[name]).result()
-            worker.submit(load, name, paths[name], threads).result()
-        except Exception as error:  # it is not installed, or does not run this model
-            if name == "minigen":
-                raise
-            report.note(f"{name} is left out: {error}")
-            continue
-        workers[name] = worker
-        if versions:
-            report.note(versions)
-    return workers, paths
+def start_worker(name, checkpoint, path, threads):
+    """(a worker process in which an engine is loaded, the path of the files it reads)."""
+    if ENGINES[name].convert:
+        with new_worker() as converter:  # a process of its own, because it loads other libraries
+            converter.submit(ENGINES[name].convert, checkpoint, path).result()
+        checkpoint = path
+    worker = new_worker()
+    worker.submit(load, name, checkpoint, threads).result()
+    return worker, checkpoint
 
 
 # ---------------------------------------------------------------------------------------- tables
@@ -296,10 +281,15 @@ def main(arguments=None):
     report = Report(f"{name_of(model_of(arguments))}, float32, {threads} threads", arguments, SECONDS)
 
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "minigen")
-        made.mkdir()
+        (made := Path(folder, "checkpoint")).mkdir()
         checkpoint = checkpoint_of(model_of(arguments), made)
-        workers, paths = start_workers(report, checkpoint, Path(folder), threads)
+        workers, paths = {}, {}
+        for name in ENGINES:
+            try:
+                report.note(", ".join([name, *(f"{x} {version(x)}" for x in ENGINES[name].packages)]))
+                workers[name], paths[name] = start_worker(name, checkpoint, Path(folder, name), threads)
+            except Exception as error:  # it is not installed, or does not run this model
+                report.note(f"{name} is left out: {error}")
         config, steps = config_of(checkpoint), 4 if report.quick else 16
         prompts = random_ids(config, 4, min(512, config.n_positions)).tolist()
         depth = min(128, config.n_positions - steps - 1)
