@@ -8,7 +8,6 @@ Exits with 1 if one of them fails, after the others have run.
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -68,9 +67,8 @@ def main(arguments=None):
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     elif arguments.readme:
-        between = re.compile("(<!-- figures -->\n).*(<!-- end of figures -->)", re.DOTALL)
-        text = between.sub(lambda match: f"{match[1]}{markdown(figures)}\n{match[2]}", README.read_text())
-        README.write_text(text)
+        before, mark, _ = README.read_text().partition("<!-- figures: what follows is written by the command above -->")
+        README.write_text(f"{before}{mark}\n\n{markdown(figures)}\n")
     return 1 if failed else 0
 
 

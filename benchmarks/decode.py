@@ -50,9 +50,8 @@ def measure_prompts(report, model):
         }
 
     def shows(timings):
-        row = extra(case, timings)  # the longest
-        shares = f"{row['of sgemm']:.0%} of a large matrix product's rate, {row['of sgemm, cpu']:.0%} in processor time"
-        return f"{case} runs at {shares}."
+        wall, cpu = (extra(case, timings)[share] for share in ("of sgemm", "of sgemm, cpu"))  # of the longest prompt
+        return f"{case} runs at {wall:.0%} of a large matrix product's rate, {cpu:.0%} in processor time."
 
     report.table("Prompts", cases, shows, extra, idea="a prompt in one pass")
 

@@ -95,10 +95,7 @@ def name_of(model):
 
 
 def random_parameters(config):
-    """Weights before training: normal with standard deviation 0.02, layer norms 1, biases 0.
-
-    Pairs of name and float32 array, one at a time, so that a model can lay out each and drop it.
-    """
+    """Weights before training, one after the other: normal with standard deviation 0.02, layer norms 1, biases 0."""
     rng = np.random.default_rng(0)
     for name, shape in config.parameter_shapes().items():
         if len(shape) == 1:
@@ -122,11 +119,9 @@ def checkpoint_of(model, folder):
         return model
     described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[model]}
     (folder / "config.json").write_text(json.dumps(described))
-    parameters = random_parameters(minigen.GPT2Config(**SHAPES[model]))
-    save_file(dict(parameters), folder / "model.safetensors", {"format": "pt"})
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(GPT2_VOCABULARY / name, folder)
-    return folder
+    parameters = dict(random_parameters(minigen.GPT2Config(**SHAPES[model])))
+    save_file(parameters, folder / "model.safetensors", {"format": "pt"})
+    return shutil.copytree(GPT2_VOCABULARY, folder, dirs_exist_ok=True)
 
 
 def config_of(folder):
@@ -219,8 +214,8 @@ class Report:
         self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
         self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}
         run = "quick" if self.quick else "full"
-        print(title, self.figures["machine"], sep="\n")
-        print(f"a {run} run takes about {duration(seconds[run])} on two cores with its default model", flush=True)
+        takes = f"a {run} run takes about {duration(seconds[run])} on two cores with its default model"
+        print(title, self.figures["machine"], takes, sep="\n", flush=True)
 
     def note(self, sentence):
         """Print a sentence that belongs to the figures, and save it with them."""

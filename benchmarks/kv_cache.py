@@ -21,9 +21,6 @@ import minigen
 from benchmarks.harness import Report, checkpoint, load_model, model_of, name_of, parser, random_ids, ratio, timed
 
 SECONDS = {"quick": 8, "full": 240}
-DEPTHS = (16, 64, 128, 192, 256, 512, 1000)
-LOOP = 128  # tokens of the prompt, and as many new ones, for which the loops' totals are compared
-SAVED_PROMPT = 900
 
 
 def resident():
@@ -34,7 +31,7 @@ def resident():
 
 def measure_loops(report, model):
     last = model.config.n_positions - 1
-    depths = sorted({min(depth, last) for depth in DEPTHS})
+    depths = sorted({min(depth, last) for depth in (16, 64, 128, 192, 256, 512, 1000)})
     ids = random_ids(model.config, 1, last + 1)
     cases, naive = {}, {}
     for depth in depths:
@@ -62,7 +59,7 @@ def measure_loops(report, model):
         }
 
     def shows(timings):
-        n_prompt = min(LOOP, (last + 1) // 2)
+        n_prompt = min(128, (last + 1) // 2)
         after = range(n_prompt - 1, 2 * n_prompt - 1)  # how many tokens come before each one that is run
         without = np.interp(after, depths, [timings[case].median for case in naive.values()])
         with_cache = np.interp(after, depths, [timings[case].median for case in naive])

@@ -30,8 +30,6 @@ from benchmarks.startup import FIRST_TOKEN, PROMPT, run_script
 SECONDS = {"quick": 60, "full": 240}
 PAUSE = 0.2  # seconds between engines: the threads of some BLAS libraries keep spinning for 0.12 s after their work
 
-# ---------------------------------------------------------------------------------------- engines
-
 
 class Minigen:
     """An engine: its files, its start as a script, and its loop. The others override what they do differently."""
@@ -162,8 +160,7 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
         writer.add_tokenizer_pre("gpt-2")
         vocab = sorted(AutoTokenizer.from_pretrained(folder).get_vocab().items(), key=lambda item: item[1])
         writer.add_token_list([token for token, _ in vocab])
-        kinds = gguf.TokenType
-        writer.add_token_types([kinds.CONTROL if id in config.eos_ids else kinds.NORMAL for _, id in vocab])
+        writer.add_token_types([3 if token in config.eos_ids else 1 for _, token in vocab])  # control, normal
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
         for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict().items():
@@ -180,7 +177,6 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
         import llama_cpp
 
         self.api = api = llama_cpp
-        api.llama_backend_init()
         model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         options = api.llama_context_default_params()
         options.n_seq_max = 4
@@ -245,9 +241,6 @@ def start_worker(name, checkpoint, path, threads):
     worker = new_worker()
     worker.submit(load, name, checkpoint, threads).result()
     return worker, checkpoint
-
-
-# ---------------------------------------------------------------------------------------- tables
 
 
 def compare(report, case, names, call):

@@ -32,7 +32,7 @@ try:
     peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 except OSError:  # macOS counts bytes, other systems kilobytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(imported - start, loaded - imported, peak)
+print(imported - start, loaded - imported, peak / 1e6)
 """
 
 
@@ -65,14 +65,17 @@ def main(arguments=None):
             inside.append([*map(float, figures)])
             return seconds
 
-        def extra(case, timings):
-            imported, loaded, peak = (float(x) for x in np.median(inside, axis=0))
-            return {"import ms": 1000 * imported, "load ms": 1000 * loaded, "peak MB": peak / 1e6}
+        def median():
+            return map(float, np.median(inside, axis=0))
+
+        def extra(*_):
+            imported, loaded, peak = median()
+            return {"import ms": 1000 * imported, "load ms": 1000 * loaded, "peak MB": peak}
 
         def shows(timings):
-            seconds, held = timings["first token"].median / 1000, np.median(inside, axis=0)[2] / 1e6 / weights
+            seconds, (*_, peak) = timings["first token"].median / 1000, median()
             return (
-                f"The first token comes after {seconds:.2f} s; the process holds at most {held:.2f} times its weights."
+                f"The first token comes after {seconds:.2f} s; at most {peak / weights:.2f} times the weights are held."
             )
 
         report.table("Start of a process", {"first token": first_token}, shows, extra, idea="start")
