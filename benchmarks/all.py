@@ -1,9 +1,7 @@
 """Every benchmark, one after the other, each in a process of its own.
 
-    python -m benchmarks.all --quick
-    python -m benchmarks.all --readme       a full run; writes the figures of benchmarks/README.md and its plot
-
-Exits with 1 if one of them fails, after the others have run.
+python -m benchmarks.all --quick
+python -m benchmarks.all --readme       a full run; writes the figures of benchmarks/README.md and its plot
 """
 
 import importlib

@@ -211,7 +211,7 @@ class Report:
     def __init__(self, title, arguments, seconds):
         """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
         self.quick, self.json = arguments.quick, arguments.json
-        self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
+        self.repetitions = arguments.repetitions or (1 if self.quick else arguments.default_repetitions)
         self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}
         run = "quick" if self.quick else "full"
         takes = f"a {run} run takes about {duration(seconds[run])} on two cores with its default model"
