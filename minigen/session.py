@@ -1,8 +1,8 @@
 """Interactive sessions: a text that grows turn by turn, with a K/V cache kept between turns."""
 
-from minigen.api import check_options, exclusive, stream
+from minigen.api import exclusive, stream
 from minigen.engine.decode import PrefixCache, shift_context
-from minigen.engine.validation import require
+from minigen.options import OptionError, check_options, require
 
 
 class Session:
@@ -14,12 +14,9 @@ class Session:
     """
 
     def __init__(self, model, tokenizer, *, draft_model=None, **options):
-        # A bias may name its token by text; `stream` below checks those.
-        without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
-        checked = check_options(without_bias, drafts=draft_model is not None)
+        checked = check_options(options, drafts=draft_model is not None, model=model, tokenizer=tokenizer)
         n = checked.decoding.num_return_sequences
         require(n == 1, "num_return_sequences", n, "1 in a session, where each text is the beginning of the next")
-        stream(model, tokenizer, [], draft_model=draft_model, **options)
         self.model = model
         self.tokenizer = tokenizer
         self.draft_model = draft_model
@@ -40,6 +37,13 @@ class Session:
     def context(self, ids):
         self.ids = list(ids)
 
+    def copy(self):
+        """A branch: another session with the same text, options and cache contents. Both go on independently."""
+        branch = Session(self.model, self.tokenizer, draft_model=self.draft_model, **self.options)
+        branch.seed, branch.ids = self.seed, list(self.ids)
+        branch.cache = self.cache and self.cache.copy()
+        return branch
+
     def turn(self, text):
         """Add `text`, and yield a `Step` for each token of the model's continuation, the last with the `Completion`.
 
@@ -52,12 +56,12 @@ class Session:
     def _turn(self, text):
         require(isinstance(text, str), "text", text, "a text")
         n_positions = self.model.config.n_positions
-        ids = self.tokenizer.encode("\n" * bool(self.ids and text) + text)
+        ids = self.tokenizer.encode("\n" * bool(self.ids and text) + text, add_special_tokens=not self.ids)
         prompt = self.ids + ids
         if len(prompt) > n_positions and not self.config.context_shift:
-            raise ValueError(
+            raise OptionError(
                 f"the text so far has {len(self.ids)} tokens and this turn {len(ids)}; the model takes at most "
-                f"{n_positions}: begin a new text, or use context_shift"
+                f"{n_positions}: begin a new text, or use {{context_shift}}"
             )
         if not prompt and self.model.config.bos_token_id is not None:
             prompt = [self.model.config.bos_token_id]
@@ -80,5 +84,7 @@ class Session:
             return ids[:-1]
         if completion.finish_reason == "stop":
             without_last = self.tokenizer.decode(ids[:-1])
-            return ids[:-1] if without_last == completion.text else self.tokenizer.encode(completion.text)
+            if without_last != completion.text:
+                return self.tokenizer.encode(completion.text, add_special_tokens=False)
+            return ids[:-1]
         return ids

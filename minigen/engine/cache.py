@@ -80,6 +80,16 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(slots.nbytes for slots in self.keys + self.values)
 
+    def copy(self):
+        """An independent cache with the same contents."""
+        L, (B, H, D, C) = len(self.keys), self.keys[0].shape
+        other = KVCache(L, H, D, C, B, self.window)
+        used = min(self.length.max(initial=0), C)
+        for old, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            new[..., :used] = old[..., :used]
+        other.slot_pos, other.length = self.slot_pos.copy(), self.length.copy()
+        return other
+
     def _oldest_visible(self, query_pos):
         """The first position that a query at `query_pos` attends to."""
         return np.maximum(query_pos - self.window + 1, 0) if self.window else np.zeros_like(query_pos)
@@ -161,9 +171,8 @@ class KVCache:
         with nothing changed, if `length` is more than the cache holds, or if the ring has already overwritten a key
         that the token at `length` needs.
         """
-        length = np.asarray(length)
-        require(length.dtype.kind in "iu", "length", length, "a whole number, or one for each row")
-        length = np.broadcast_to(length.astype(int), self.length.shape)
+        require(np.asarray(length).dtype.kind in "iu", "length", length, "a whole number, or one for each row")
+        length = np.broadcast_to(np.asarray(length, int), self.length.shape)
         if (length < 0).any() or (length > self.length).any():
             raise ValueError(f"cannot truncate to {length.tolist()}: the rows hold {self.length.tolist()} tokens")
         lost = ~self.can_truncate(length)

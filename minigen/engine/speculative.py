@@ -45,7 +45,7 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
     """Generate one row; each round is a draft, one pass of the target, and the accepted tokens plus one.
 
     num_draft_tokens: a number, or "auto". rule: a function of `RULES`. Rejected drafts need no code: the next `feed`
-    rolls the caches back to the ids that they still have in common with the text, so no later query sees a rejected one.
+    rolls the caches back to the ids that they still have in common with the text, so no query sees a rejected one.
     """
     run.hooks.on_start(run, [row])
     draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None

@@ -1,7 +1,6 @@
 """Input validation: one sentence that names the value, and what is allowed."""
 
 import math
-from dataclasses import fields
 
 import numpy as np
 
@@ -36,11 +35,3 @@ def is_number(value):
         return math.isfinite(value)
     except OverflowError:  # an integer of more than 308 digits
         return False
-
-
-def to_python_numbers(config):
-    """Replace the NumPy scalars in a frozen dataclass by Python numbers, which do not overflow as a uint8 would."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, np.integer | np.floating):
-            object.__setattr__(config, field.name, value.item())

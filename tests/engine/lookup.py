@@ -1,4 +1,4 @@
-"""A stand-in for GPT-2 whose logits are looked up, so no rounding depends on how its tokens are run, and its tokenizer."""
+"""A stand-in for GPT-2 whose logits are looked up: no rounding depends on how its tokens are run; and its tokenizer."""
 
 import functools
 

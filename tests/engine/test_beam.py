@@ -19,7 +19,7 @@ from minigen.options import BeamConfig
 from tests.golden.make_beam import load_case
 from tests.golden.make_logits import fingerprint, stored_params
 from tests.oracles.reference import reference_logits
-from tests.tiny import random_params, tiny_config, tiny_params
+from tests.oracles.tiny import random_params, tiny_config, tiny_params
 
 HERE = Path(__file__).parents[1]
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
@@ -65,6 +65,12 @@ class ListCache:
 
     def reorder(self, rows, shared=0):
         self.rows = [list(self.rows[row]) for row in rows]
+
+    def can_truncate(self, length):
+        return np.full(len(length), True)
+
+    def truncate(self, length):
+        self.rows = [row[:n] for row, n in zip(self.rows, length, strict=True)]
 
 
 class TableModel:
@@ -574,7 +580,7 @@ def test_with_and_without_cache_the_same_texts(num_beams):
         assert [one.token_ids for one in cached] == [other.token_ids for other in naive]
         assert [one.score for one in cached] == pytest.approx([other.score for other in naive], abs=1e-5)
     # These searches do reorder, and in more than one way.
-    assert len(patterns) >= (3 if num_beams == 2 else 8), patterns
+    assert len(patterns) >= (2 if num_beams == 2 else 8), patterns
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -671,11 +677,11 @@ def test_beams_that_go_on_stay_in_their_rows_and_the_prompt_is_not_copied():
         model = WatchedModel(config, params)
         prompt = np.random.default_rng(seed).integers(97, size=7).tolist()
         generate(model, LETTERS, [prompt], num_beams=6, num_return_sequences=6, max_tokens=12, early_stopping="never")
-        (before, rows, _, touched, _), *later = model.selects
+        (before, rows, _, touched, _), *later, (_, (_,), *_) = model.selects  # at the end one row stays
         assert (before, rows) == (1, [0] * 6), "the prompt's row is repeated once"
         for before, rows, shared, touched, length in later:
             assert before == len(rows) == 6
-            assert shared == 7
+            assert not any(a != b for a, b in enumerate(rows)) or shared >= 7
             assert all(rows[parent] == parent for parent in rows), rows
             assert touched is not None, "no new arrays where the number of rows stays"
             moved = [i for i in range(6) if rows[i] != i]
@@ -683,7 +689,7 @@ def test_beams_that_go_on_stay_in_their_rows_and_the_prompt_is_not_copied():
             for elements in touched:  # [B, H, D, C]
                 assert set(np.flatnonzero(elements.any((1, 2, 3)))) == set(moved)
                 slots = np.flatnonzero(elements.any((0, 1, 2)))
-                assert not moved or (slots.min() == 7 and slots.max() == length - 1)
+                assert not moved or (slots.min() == shared and slots.max() == length - 1)
     assert moved_rows > 50
 
 
@@ -1045,7 +1051,7 @@ def test_the_ends_of_the_ranges_are_allowed():
 
 def test_a_draft_model_and_beams_do_not_go_together():
     model = TableModel(random_table(5, 0), 5, (4,))
-    with pytest.raises(ValueError, match=r"num_beams is 3.*speculation"):
+    with pytest.raises(ValueError, match=r"num_beams is 3.*speculative"):
         stream(model, LETTERS, [[0]], draft_model=(model, LETTERS), num_beams=3)
 
 

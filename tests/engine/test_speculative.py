@@ -45,9 +45,9 @@ from minigen.engine.speculative import (
 from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
 from minigen.text.tokenizer import Tokenizer
 from tests.engine.lookup import Letters, LookupModel, lookup_pair, near, text_logits
-from tests.engine.test_sampler import chi_square_bound
+from tests.oracles.chi_square import assert_follows
 from tests.oracles.reference import reference_logits
-from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
+from tests.oracles.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
 N_TOKENS = 3  # whose joint distribution is compared
@@ -103,7 +103,7 @@ class Branches:
 
 
 class Uniform:
-    """A number between 0 and 1 that has not been drawn yet: what is asked about it is decided then, one question each."""
+    """A number between 0 and 1 that is not drawn yet: what is asked about it is decided then, one question each."""
 
     def __init__(self, branches, scale=1.0):
         self.branches, self.scale = branches, scale
@@ -243,17 +243,6 @@ def largest_difference(found, expected):
     return max(abs(found.get(tokens, 0) - expected.get(tokens, 0)) for tokens in found.keys() | expected.keys())
 
 
-def assert_chi_square(counts, expected):
-    """Counts by outcome against probabilities, at 1e-6; outcomes expected fewer than 5 times are pooled."""
-    n = sum(counts.values())
-    assert not counts.keys() - {tokens for tokens, p in expected.items() if p > 0}
-    cells = [(n * p, counts[tokens]) for tokens, p in expected.items() if n * p >= 5]
-    rest = n - sum(e for e, _ in cells), n - sum(c for _, c in cells)
-    cells += [rest] if rest[0] >= 5 else []
-    assert len(cells) > 1
-    assert sum((c - e) ** 2 / e for e, c in cells) < chi_square_bound(len(cells) - 1)
-
-
 def test_branches_follow_all_outcomes():
     def once():
         first = branches.choose([0.5, 0.25, 0.25])
@@ -329,26 +318,25 @@ def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
     found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
-    assert_chi_square(found, enumerate_target(target.logits_of, sampling))
+    assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("V_draft", [2, 4])
+@pytest.mark.parametrize("V_draft", [3, 6])
 @pytest.mark.parametrize("name", ["plain", "mix 1"])
-def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name, rule):
+def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name):
     sampling = SamplingConfig(**SETTINGS[name])
-    target, draft = lookup_pair(seed=7, V=3, V_draft=V_draft)
-    found = experiment.run(target, draft, sampling, 2, rule)
+    target, draft = lookup_pair(seed=7, V_draft=V_draft)
+    found = experiment.run(target, draft, sampling, 2)
     assert largest_difference(found, enumerate_target(target.logits_of, sampling)) < 1e-12
     accepted = {step.token for _, steps in experiment.steps for step in steps if step.from_draft}
-    assert accepted and max(accepted) < min(V_draft, 3)
+    assert accepted and max(accepted) < min(V_draft, 4)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["plain", "defaults", "repetition", "mix 1", "mix 2"])
 def test_ngram_drafts_stay_exact(experiment, name, rule):
     sampling = SamplingConfig(**SETTINGS[name])
-    target, _ = lookup_pair(seed=8)
+    target, _ = lookup_pair(seed=28)
     expected = enumerate_target(target.logits_of, sampling)
     for k in (1, 2, 3, 5):
         found = experiment.run(target, None, sampling, k, rule, drafter=PromptLookupDrafter(2))
@@ -475,7 +463,7 @@ def test_acceptance_of_each_rule(rule):
         assert accepted == (token == draft.token) or rule == "rejection"
         counts[token] += 1
         n_accepted += accepted
-    assert_chi_square(counts, dict(enumerate(P)))
+    assert_follows(counts, dict(enumerate(P)))
     assert abs(n_accepted / n - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
 
 

@@ -19,9 +19,10 @@ import pytest
 import minigen
 from minigen import GPT2, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
 from minigen.command import main as cli
-from minigen.tracing.recorder import Recorder, stages, stream_with_trace
+from minigen.tracing.page import stream_with_trace
+from minigen.tracing.recorder import Recorder, stages
 from tests.oracles.reference import layer_norm, reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 VOCAB = 257
 PROMPT = "abcabcab"
@@ -438,14 +439,15 @@ def test_the_tree_leads_to_the_scores_of_the_search(runs, mode):
 @pytest.mark.parametrize("mode", ["beams", "beams with penalties"])
 def test_a_beams_candidates_are_those_of_its_own_text(runs, mode):
     data = runs(mode).data
-    assert data["stages"] == ["model", "repetition_penalty 1.3"][: 1 + (mode != "beams")]
+    assert data["stages"] == ["model", "log p", "repetition_penalty 1.3"][: 2 + (mode != "beams")]
     for choice in data["choices"]:
         ids = data["rows"][choice["row"]]["ids"][: choice["at"]]
         p = softmax(reference_logits(tiny().config, tiny().params, ids)[-1])
         for token, _, values in choice["candidates"]:
-            # The penalty multiplies a logarithm, which is negative.
-            expected = [p[token], p[token] ** 1.3 if token in ids else p[token]][: len(values)]
-            assert values == pytest.approx(expected, rel=3e-3)
+            log_p = math.log(p[token])
+            # The penalty multiplies the logarithm, which is negative.
+            expected = [p[token], log_p, log_p * (1.3 if token in ids else 1)][: len(values)]
+            assert values == pytest.approx(expected, rel=3e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", BEAMS)
@@ -564,11 +566,13 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     size = "3 layers of 2 heads, vocabulary 257"
     head, *options = [f"model: {folder}, {size}", f"minigen {minigen.__version__}"], "--seed 5", "--max-tokens 9"
     options += ["--stop 'a b'", "--ignore-eos", "--no-cache", "--logit-bias 5-inf"]
+    options += ["--temperature 0.7 (default)", "--top-p 0.9 (default)"]
     assert sorted(data_of(file)["about"]) == sorted([*head, *options])
     # From Python the model has no name.
     options = {"max_tokens": 2, "seed": 1, "logits_processors": [lambda history, logits: logits], "use_cache": True}
     minigen.trace(tiny().model, tok, PROMPT, file, draft_model=(draft_model().model, tok), **options)
-    options = ["--max-tokens 2", "--seed 1", "logits_processors"]
+    options = ["--max-tokens 2", "--num-draft-tokens 4 (default)", "--seed 1", "--temperature 0.7 (default)"]
+    options += ["--top-p 0.9 (default)", "logits_processors"]
     found = data_of(file)["about"]
     assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
     list(
@@ -605,13 +609,13 @@ def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch
     done = minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
     assert done[0].token_ids == generate(tiny().model, tok, PROMPT, max_tokens=20, seed=5)[0].token_ids
-    assert (data["asked"], data["most_choices"], len(data["choices"])) == (20, 7, 7)
+    assert (data["n_choices"], data["max_choices"], len(data["choices"])) == (20, 7, 7)
     assert (len(data["rows"][0]["ids"]), data["rows"][0]["n_generated"]) == (8 + 7, 20)
     assert len(data["steps"]) == 8  # the pass that the eighth choice would have followed from
     # Of beams each counts: one at the first step, three at every other.
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, num_beams=3, ignore_eos=True)
     data = data_of(file)
-    assert (data["asked"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
+    assert (data["n_choices"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
     monkeypatch.setattr(MODULE, "MAX_ATTENTION_WEIGHTS", 200)
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
@@ -682,7 +686,7 @@ def test_the_command_line_prints_the_same_text_and_writes_the_page(folder, file,
     plain = capsys.readouterr().out
     assert cli.main([*arguments, "--trace", str(file)]) == 0
     assert capsys.readouterr().out == plain
-    assert data_of(file)["rows"][0]["n_generated"] == 9 and data_of(file)["seed"] == 5
+    assert data_of(file)["rows"][0]["n_generated"] == 9
 
 
 def test_the_command_line_refuses_in_a_sentence(folder, tmp_path, capsys):
