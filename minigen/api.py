@@ -1,7 +1,10 @@
 """The front door: `load`, `generate` and `stream` check what was asked and choose the decoder."""
 
+from __future__ import annotations
+
 import math
 import os
+from typing import TYPE_CHECKING
 
 from minigen.engine.beam import beam_search
 from minigen.engine.decode import NO_HOOKS, PrefixCache, Row, Stopwatch, decode, exclusive
@@ -12,6 +15,11 @@ from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
 from minigen.options import OptionError, check_options, require, takes_options
 from minigen.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minigen.options import GenerateOptions
 
 
 def load(name=None):
@@ -84,7 +92,9 @@ def _check_same_vocabulary(tokenizer, draft_tokenizer):
 
 
 @takes_options
-def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options):
+def stream(
+    model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options: Unpack[GenerateOptions]
+):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
@@ -164,7 +174,7 @@ def completions(steps):
 
 
 @takes_options
-def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
+def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options: Unpack[GenerateOptions]):
     """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
 
     Arguments and errors are those of `stream`.

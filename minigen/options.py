@@ -443,5 +443,5 @@ def takes_options(function):
         f"{option.help}."
         for name, option in OPTIONS.items()
     ]
-    function.__doc__ = "\n".join([inspect.getdoc(function), "", "Options:", *(f"    {line}" for line in lines)])
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *(f"    {line}" for line in lines)])
     return function

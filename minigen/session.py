@@ -1,10 +1,18 @@
 """A text that grows turn by turn: someone adds to it, the model goes on, and what it has read stays in the cache."""
 
+from __future__ import annotations
+
 import threading
+from typing import TYPE_CHECKING
 
 from minigen.api import stream
 from minigen.engine.decode import PrefixCache, exclusive, shifted
-from minigen.options import OptionError, check_options, require
+from minigen.options import OptionError, check_options, require, takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minigen.options import GenerateOptions
 
 
 class Session:
@@ -15,10 +23,9 @@ class Session:
     options that cannot be used.
     """
 
-    def __init__(self, model, tokenizer, *, draft_model=None, **options):
-        # A bias may name its token by text; `stream` below looks at those.
-        without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
-        checked = check_options(without_bias, drafts=draft_model is not None)
+    @takes_options
+    def __init__(self, model, tokenizer, *, draft_model=None, **options: Unpack[GenerateOptions]):
+        checked = check_options(options, drafts=draft_model is not None)
         n = checked.decoding.num_return_sequences
         require(n == 1, "num_return_sequences", n, "1 in a session, where each text is the beginning of the next")
         stream(model, tokenizer, [], draft_model=draft_model, **options)
