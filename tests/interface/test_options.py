@@ -288,7 +288,7 @@ def test_unknown_names():
 
 
 def test_help_of_generate_shows_every_option():
-    for function in (minigen.generate, minigen.stream):
+    for function in (minigen.generate, minigen.stream, minigen.Session.__init__):
         parameters = inspect.signature(function).parameters
         for name, option in OPTIONS.items():
             assert (
