@@ -15,13 +15,10 @@ The models of these tests are stand-ins: a function from the ids so far to logit
 that the tests would not notice would make them worthless, so five faults are put in on purpose and have to be noticed.
 """
 
-import functools
 import itertools
 import json
 import math
-import warnings
 from collections import Counter
-from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,98 +26,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minigen
-from minigen import api, generate, stream
-from minigen.command import main as cli
+from minigen import generate, stream
 from minigen.engine import speculative
-from minigen.engine.decode import Row, Stopwatch, feed
+from minigen.engine.decode import Stopwatch
+from minigen.engine.hooks import Hooks
 from minigen.engine.model import GPT2, GPT2Config
 from minigen.engine.sampler import History, draw, probs
-from minigen.engine.speculative import (
-    AdaptiveDraftLength,
-    ModelDrafter,
-    PromptLookupDrafter,
-    speculate,
-    verify,
-)
-from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.engine.speculative import AdaptiveDraftLength, ModelDrafter, PromptLookupDrafter, speculate, verify
+from minigen.options import DecodingConfig, SamplingConfig
 from minigen.text.tokenizer import Tokenizer
+from tests.oracles.chi_square import assert_follows, chi_square, chi_square_bound
+from tests.oracles.models import Letters, StandIn, as_logits, tiny_model
 from tests.oracles.reference import reference_logits
-from tests.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
+from tests.oracles.tiny import as_stored, tiny_config, tiny_params
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
-P_FALSE_ALARM = 1e-6  # of each chi-square test; the seeds are fixed, so a test that passes once always does
 N_TOKENS = 3  # whose joint distribution is compared
 RUNS = 200_000
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stand-ins for models and tokenizer
-
-
-class IdCache:
-    """A cache that keeps the ids themselves: a model that reads them sees at once if they are the wrong ones."""
-
-    nbytes = 0
-
-    def __init__(self, capacity):
-        self.capacity = self.max_chunk = capacity
-        self.ids = []
-
-    @property
-    def length(self):
-        return [len(self.ids)]
-
-    def truncate(self, length):
-        assert 0 <= length <= len(self.ids)
-        del self.ids[length:]
-
-    def reorder(self, rows):
-        assert list(rows) == [0]
-
-
-class StandIn:
-    """A model that looks its logits up: `logits_of` maps a tuple of ids to float32 [V]."""
-
-    def __init__(self, logits_of, V, n_positions=100_000, eos_token_id=None):
-        self.logits_of = functools.cache(logits_of)
-        self.config = GPT2Config(
-            vocab_size=V,
-            n_positions=n_positions,
-            n_embd=1,
-            n_layer=1,
-            n_head=1,
-            bos_token_id=0,
-            eos_token_id=eos_token_id,
-        )
-
-    def new_cache(self, batch=1, capacity=None, window=None):
-        return IdCache(capacity)
-
-    def forward(self, ids, cache, *, pad=None, last_only=True, attention_hook=None):
-        (ids,) = ids
-        cache.ids.extend(map(int, ids))
-        assert len(cache.ids) <= cache.capacity
-        if last_only:
-            return self.logits_of(tuple(cache.ids))[None]
-        n = len(cache.ids)
-        return [[self.logits_of(tuple(cache.ids[:end])) for end in range(n - len(ids) + 1, n + 1)]]
-
-
-class Letters:
-    """The tokenizer of the stand-ins: token i is the i-th letter."""
-
-    def __init__(self, n_vocab):
-        self.n_vocab = n_vocab
-
-    def token_bytes(self, token):
-        return b"abcdefghijklmnop"[token : token + 1]
-
-    def decode(self, ids):
-        return b"".join(map(self.token_bytes, ids)).decode()
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
+# Models
 
 
 def table_logits(V, seed, spread=2.8):
@@ -142,37 +68,79 @@ def near(logits_of, V, seed, noise=1.0):
     return logits
 
 
-def constant_logits(p):
-    with np.errstate(divide="ignore"):
-        logits = np.log(np.asarray(p, float)).astype(np.float32)
-    return lambda ids: logits
+class IdCache:
+    """A cache that keeps the ids themselves, and nothing else."""
+
+    nbytes = 0
+
+    def __init__(self, capacity):
+        self.max_chunk = capacity
+        self.ids = []
+
+    @property
+    def length(self):
+        return [len(self.ids)]
+
+    def truncate(self, length):
+        assert 0 <= length <= len(self.ids)
+        del self.ids[length:]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Chi-square
+class Lean(StandIn):
+    """A stand-in for the thousands of short runs of an `Experiment`: a real cache would take most of their time."""
+
+    def new_cache(self, batch=1, capacity=None, window=None):
+        return IdCache(capacity)
+
+    def forward(self, ids, cache, *, last_only=True, **_):
+        cache.ids.extend(map(int, ids[0]))
+        n = len(cache.ids)
+        if last_only:
+            return self.logits_of(tuple(cache.ids))[None]
+        return [[self.logits_of(tuple(cache.ids[:end])) for end in range(n - len(ids[0]) + 1, n + 1)]]
 
 
-def chi_square_bound(df, p=P_FALSE_ALARM):
-    """What a chi-square variable with df degrees of freedom exceeds with probability p (Wilson and Hilferty 1931)."""
-    z = NormalDist().inv_cdf(1 - p)
-    return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
+def stand_in_pair(seed, V=4, V_draft=None, spread=2.8):
+    """A target and a draft that agrees with it in part."""
+    target = Lean(table_logits(V, seed, spread), V)
+    V_draft = V_draft or V
+    return target, Lean(near(target.logits_of, V_draft, seed + 1000), V_draft)
 
 
-def chi_square(counts, expected):
-    """(statistic, bound) of counts against expected probabilities, both by outcome.
+def constant(p, kind=StandIn):
+    return kind(as_logits(lambda ids: p), len(p))
 
-    Cells in which fewer than 5 are expected are pooled, with the next larger one where that is still too few.
-    """
-    n = sum(counts.values())
-    if any(expected.get(outcome, 0) == 0 for outcome in counts if counts[outcome]):
-        return math.inf, 0.0  # what cannot happen has happened
-    cells = sorted((n * p, counts[outcome]) for outcome, p in expected.items() if p > 0)
-    while len(cells) > 1 and cells[0][0] < 5:
-        (e0, c0), (e1, c1), *rest = cells
-        cells = sorted([(e0 + e1, c0 + c1), *rest])
-    if len(cells) == 1:
-        return 0.0, 1.0
-    return sum((c - e) ** 2 / e for e, c in cells), chi_square_bound(len(cells) - 1)
+
+def tiny(seed, *, std=0.5, **overrides):
+    options = {"vocab_size": 61, "n_positions": 48, "eos_token_id": None, "bos_token_id": 0} | overrides
+    return tiny_model(seed, std, **options).model
+
+
+def noisy(model, noise, seed=1):
+    """A model whose weights differ a little."""
+    rng = np.random.default_rng(seed)
+    params = {name: p + noise * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
+    return GPT2(model.config, params)
+
+
+def oracle(V, seed, eos_token_id=None, n_positions=1000):
+    """A target whose greedy text does not repeat itself: logits from a generator seeded with all the ids."""
+    return StandIn(
+        lambda ids: np.random.default_rng([seed, *map(int, ids)]).normal(0, 2, V).astype(np.float32),
+        V,
+        n_positions,
+        eos_token_id,
+    )
+
+
+class Drafted(Hooks):
+    """Notes the tokens proposed in each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def drafted(self, row, tokens):
+        self.rounds.append(list(tokens))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,32 +312,6 @@ def largest_difference(found, expected):
     return max(abs(found.get(outcome, 0) - expected.get(outcome, 0)) for outcome in found.keys() | expected.keys())
 
 
-def check_runs(found, expected, runs=RUNS):
-    statistic, bound = chi_square(found, expected)
-    assert sum(found.values()) == runs
-    assert statistic < bound
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The machinery of these tests itself
-
-
-def test_chi_square_bound():
-    # Tables: the 1 % points for 10 and 100 degrees of freedom; and what 1e-6 is for 30, by incomplete gamma function.
-    assert chi_square_bound(10, 0.01) == pytest.approx(23.209, rel=0.002)
-    assert chi_square_bound(100, 0.01) == pytest.approx(135.807, rel=0.002)
-    assert chi_square_bound(30) == pytest.approx(82.3, abs=0.5)
-
-
-def test_chi_square_by_hand():
-    statistic, bound = chi_square(Counter(a=60, b=40), dict(a=0.5, b=0.5))
-    assert statistic == pytest.approx(4.0) and bound == chi_square_bound(1)
-    # 2 and 4 expected: pooled to 6, of which 9 came.
-    statistic, bound = chi_square(Counter(a=91, b=5, c=4), dict(a=0.94, b=0.04, c=0.02))
-    assert statistic == pytest.approx(9 / 94 + 9 / 6) and bound == chi_square_bound(1)
-    assert chi_square(Counter(a=99, x=1), dict(a=1.0))[0] == math.inf
-
-
 def test_branches_deal_out_all_runs():
     def once():
         first = branches.choose([0.5, 0.25, 0.25])
@@ -381,7 +323,7 @@ def test_branches_deal_out_all_runs():
     assert branches.outcomes(1.0, once) == {"low": 0.25, "high": 0.25, 1: 0.5}
     branches = Branches(np.random.default_rng(0))
     counts = branches.outcomes(RUNS, once)
-    check_runs(counts, {"low": 0.25, "high": 0.25, 1: 0.5})
+    assert_follows(counts, {"low": 0.25, "high": 0.25, 1: 0.5})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,13 +372,6 @@ SETTINGS = {
 }
 
 
-def stand_in_pair(seed, V=4, V_draft=None, spread=2.8):
-    """A target and a draft that agrees with it in part."""
-    target = StandIn(table_logits(V, seed, spread), V)
-    V_draft = V_draft or V
-    return target, StandIn(near(target.logits_of, V_draft, seed + 1000), V_draft)
-
-
 def case(name, V):
     """(target, draft, sampling) of a setting. Flatter logits where little of steep ones would be left to compare."""
     options = SETTINGS[name]
@@ -452,8 +387,10 @@ def test_next_tokens_are_distributed_as_the_targets(experiment, name):
     """X01, X02: filters and penalties on both models."""
     target, draft, sampling = case(name, V=4)
     expected = enumerate_target(target.logits_of, sampling)
-    for k in (1, 2, 3, 5):  # 4 is in the next test
-        check_runs(experiment.run(target, draft, sampling, k, runs=RUNS, seed=k), expected)
+    for k in (1, 3):  # 2 and 4 are in the next test
+        found = experiment.run(target, draft, sampling, k, runs=RUNS, seed=k)
+        assert sum(found.values()) == RUNS
+        assert_follows(found, expected)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -471,7 +408,7 @@ def test_drafts_with_fewer_or_more_rows_stay_exact(experiment, V_draft, name):
     sampling = SamplingConfig(**SETTINGS[name])
     target, draft = stand_in_pair(seed=7, V_draft=V_draft)
     found = experiment.run(target, draft, sampling, 3, runs=RUNS)
-    check_runs(found, enumerate_target(target.logits_of, sampling))
+    assert_follows(found, enumerate_target(target.logits_of, sampling))
     accepted = {token for _, steps in experiment.steps for token, from_draft in steps if from_draft}
     assert accepted and max(accepted) < min(V_draft, 4)
 
@@ -509,12 +446,12 @@ def test_tiny_models_against_the_float64_reference(experiment, name):
     config = tiny_config(vocab_size=4, n_positions=16)
     target_params, draft_params = tiny_params(config, seed=3), tiny_params(config, seed=4, std=0.3)
     target, draft = (GPT2(GPT2Config.from_dict(config), params) for params in (target_params, draft_params))
-    stand_ins = [StandIn(lambda ids, m=model: m.forward([ids])[0], 4) for model in (target, draft)]
+    stand_ins = [Lean(lambda ids, m=model: m.forward([ids])[0], 4) for model in (target, draft)]
     expected = enumerate_target(
         lambda ids: reference_logits(config, target_params, ids)[-1].astype(np.float32), sampling
     )
-    for k in (1, 2):
-        check_runs(experiment.run(*stand_ins, sampling, k, runs=RUNS, seed=k), expected)
+    for k in (2,):
+        assert_follows(experiment.run(*stand_ins, sampling, k, runs=RUNS, seed=k), expected)
 
 
 # ---- the same tests must notice faults -------------------------------------------------------------------------------
@@ -613,7 +550,7 @@ def n_examined(steps, k):
 @pytest.mark.parametrize("k", range(1, 6))
 def test_worked_example(experiment, k):
     """X01: after a rejection, a draw from p instead of the residual."""
-    target, draft = StandIn(constant_logits(P), 3), StandIn(constant_logits(Q), 3)
+    target, draft = constant(P, Lean), constant(Q, Lean)
     found = experiment.run(target, draft, SamplingConfig(**OFF), k)
     for tokens in itertools.product(range(3), repeat=N_TOKENS):
         assert found[tokens] == pytest.approx(math.prod(P[list(tokens)]), rel=1e-6)
@@ -625,7 +562,7 @@ def test_worked_example(experiment, k):
 def test_worked_example_faulty(experiment, monkeypatch):
     """X01: the fault gives other frequencies, which the test sees."""
     # The figures that faults are known to give: resampling from p, and greedy drafts scored with their softmax.
-    target, draft = StandIn(constant_logits(P), 3), StandIn(constant_logits(Q), 3)
+    target, draft = constant(P, Lean), constant(Q, Lean)
 
     def first_token(**kwargs):
         shares = np.zeros(3)
@@ -646,8 +583,8 @@ def test_verify_with_a_real_generator():
         token, accepted = verify(draw(Q, rng), P, Q, rng)
         counts[token] += 1
         n_accepted += accepted
-    check_runs(counts, dict(enumerate(P)), n)
-    check_runs(Counter({True: n_accepted, False: n - n_accepted}), {True: 0.7, False: 0.3}, n)
+    assert_follows(counts, dict(enumerate(P)))
+    assert_follows(Counter({True: n_accepted, False: n - n_accepted}), {True: 0.7, False: 0.3})
 
 
 class Given:
@@ -714,30 +651,22 @@ def test_transitions_in_long_texts(name):
     table, noise = np.random.default_rng(0).normal(0, 1, (2, V, V)).astype(np.float32)
     target = StandIn(lambda ids: table[ids[-1]], V)
     draft = StandIn(lambda ids: table[ids[-1]] + noise[ids[-1]], V)
-    counts = np.zeros((V, V), int)
-    for k in (1, 2, 4):
-        for seed in range(2):
-            done = generate_one(
-                target,
-                letters,
-                [0],
-                draft_model=(draft, letters),
-                num_draft_tokens=k,
-                seed=seed,
-                max_tokens=700,
-                **options,
-            )
-            np.add.at(counts, (np.array([0, *done.token_ids[:-1]]), np.array(done.token_ids)), 1)
-    statistic = bound_df = 0
+    counts = Counter()
+    for k, seed in itertools.product((1, 2, 4), range(5)):
+        drafter = dict(draft_model=(draft, letters), num_draft_tokens=k)
+        done = generate_one(target, letters, [0], seed=seed, max_tokens=140, **drafter, **options)
+        counts.update(itertools.pairwise([0, *done.token_ids]))
+    assert counts.total() == 2_100
+    statistic = freedom = 0
     for token in range(V):
         p = probs(table[token], History([0], 1), SamplingConfig(**options))
-        assert not counts[token][p == 0].any()
-        expected = p[p > 0] * counts[token].sum()
+        observed = np.array([counts[token, following] for following in range(V)])
+        assert not observed[p == 0].any()
+        expected = p[p > 0] * observed.sum()
         assert expected.min() >= 5
-        statistic += ((counts[token][p > 0] - expected) ** 2 / expected).sum()
-        bound_df += len(expected) - 1
-    assert counts.sum() == 4_200
-    assert statistic < chi_square_bound(bound_df)
+        statistic += ((observed[p > 0] - expected) ** 2 / expected).sum()
+        freedom += len(expected) - 1
+    assert statistic < chi_square_bound(freedom)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -745,14 +674,9 @@ def test_transitions_in_long_texts(name):
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(fairytale, distilfairytale):
     """The bundled models: (target, tokenizer), (draft, tokenizer)."""
-    return minigen.load(), minigen.load("distilfairytale")
-
-
-def tiny_model(seed, *, std=0.5, **overrides):
-    config = tiny_config(**{"vocab_size": 61, "n_positions": 48, "eos_token_id": None, "bos_token_id": 0} | overrides)
-    return GPT2(GPT2Config.from_dict(config), tiny_params(config, seed, std))
+    return fairytale, distilfairytale
 
 
 def is_near_tie(model, prompt, ours, theirs):
@@ -784,14 +708,15 @@ STORY = (
 )
 
 
+@pytest.mark.slow
 def test_greedy_equals_plain_decoding_on_the_bundled_pair(pair):
     (model, tokenizer), draft = pair
     ids = tokenizer.encode(STORY)
-    prompts = [ids[: 1 + 9 * n] for n in range(6)] + [ids[14 * n : 14 * n + 5] for n in range(9)]
-    noise = tiny_model(1, vocab_size=model.config.vocab_size, n_positions=512)
+    prompts = [ids[: 1 + 15 * n] for n in range(4)] + [ids[14 * n : 14 * n + 5] for n in range(4)]
+    noise = tiny(1, vocab_size=model.config.vocab_size, n_positions=512)
     drafters = {
         "distilled": dict(draft_model=draft),
-        "wrong": dict(draft_model=(StandIn(constant_logits(np.eye(4096)[17] + 1e-9), 4096), tokenizer)),
+        "wrong": dict(draft_model=(constant(np.eye(4096)[17] + 1e-9), tokenizer)),
         "random": dict(draft_model=(noise, tokenizer)),
         "itself": dict(draft_model=(model, tokenizer)),
         "n-gram": dict(prompt_lookup_num_tokens=3),
@@ -809,10 +734,10 @@ def test_greedy_equals_plain_decoding_on_the_bundled_pair(pair):
                 ties += 1
             else:
                 assert (done.text, done.finish_reason) == (plain.text, plain.finish_reason)
-    assert ties <= 2  # of 75 runs of 10 tokens
-    assert accepted["wrong"] <= 2 and accepted["random"] <= 10
-    assert accepted["distilled"] > 40 and accepted["n-gram"] > 0
-    assert accepted["itself"] > 75
+    assert ties <= 1  # of 40 runs of 10 tokens
+    assert accepted["wrong"] <= 2 and accepted["random"] <= 5
+    assert accepted["distilled"] > 20 and accepted["n-gram"] > 0
+    assert accepted["itself"] > 40
 
 
 def test_greedy_equals_plain_decoding_on_tiny_models():
@@ -820,30 +745,22 @@ def test_greedy_equals_plain_decoding_on_tiny_models():
     letters = Letters(61)
     rng = np.random.default_rng(0)
     ties, accepted = 0, Counter()
-    for n in range(200):
-        model = tiny_model(n // 20)
+    for n in range(100):
+        model = tiny(n // 10)
         prompt = rng.integers(0, 61, rng.integers(1, 20)).tolist()
         options = dict(temperature=0, max_tokens=10, repetition_penalty=1 + n % 2 / 2, no_repeat_ngram_size=n % 3)
         plain = generate_one(model, letters, prompt, **options)
         name, draft = {
             0: ("itself", model),
-            1: ("wrong", worst(model)),
-            2: ("random", tiny_model(1000 + n)),
-            3: (
-                "noisy",
-                GPT2(
-                    model.config,
-                    {key: p + 0.02 * rng.standard_normal(p.shape, np.float32) for key, p in as_stored(model).items()},
-                ),
-            ),
+            1: ("wrong", StandIn(lambda ids, m=model: -m.forward([ids])[0], 61, model.config.n_positions)),
+            2: ("random", tiny(1000 + n)),
+            3: ("noisy", noisy(model, 0.02, n)),
             4: ("n-gram", None),
         }[n % 5]
         k = 1 + n // 5 % 6
-        drafter = (
-            dict(prompt_lookup_num_tokens=k)
-            if draft is None
-            else dict(draft_model=(draft, letters), num_draft_tokens=k)
-        )
+        drafter = dict(prompt_lookup_num_tokens=k)
+        if draft is not None:
+            drafter = dict(draft_model=(draft, letters), num_draft_tokens=k)
         done = generate_one(model, letters, prompt, **options, **drafter)
         accepted[name] += done.speculation.accepted
         if done.token_ids != plain.token_ids:
@@ -851,14 +768,14 @@ def test_greedy_equals_plain_decoding_on_tiny_models():
             assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
             ties += 1
     assert ties <= 1
-    assert accepted["itself"] > 200 and accepted["noisy"] > 50 and accepted["wrong"] == 0
+    assert accepted["itself"] > 100 and accepted["noisy"] > 25 and accepted["wrong"] == 0
 
 
 def test_logprobs_are_those_of_plain_decoding():
-    model, letters = tiny_model(3), Letters(61)
+    model, letters = tiny(3), Letters(61)
     options = dict(temperature=0, max_tokens=20, logprobs=3)
     plain = generate_one(model, letters, [5, 6, 7], **options)
-    for draft in (model, tiny_model(4)):
+    for draft in (model, tiny(4)):
         done = generate_one(model, letters, [5, 6, 7], draft_model=(draft, letters), **options)
         assert [entry.token for entry in done.logprobs] == plain.token_ids
         for ours, theirs in zip(done.logprobs, plain.logprobs, strict=True):
@@ -870,79 +787,7 @@ def test_logprobs_are_those_of_plain_decoding():
 # Caches
 
 
-def assert_equals_cold_prefill(model, cache, ids):
-    """The cache holds exactly ids, as a new cache that is given them at once does: slots, keys and values."""
-    fresh = model.new_cache(1, cache.capacity, cache.window)
-    if ids:
-        feed(model, fresh, [ids])
-    assert cache.length.tolist() == fresh.length.tolist() == [len(ids)]
-    first_seen = 0 if cache.window is None else max(len(ids) - cache.window + 1, 0)  # by the next token
-    assert cache.slot_pos.max(initial=-1) == len(ids) - 1
-    positions = np.arange(first_seen, len(ids))
-    slots = positions % cache.capacity
-    assert cache.slot_pos[0, slots].tolist() == fresh.slot_pos[0, slots].tolist() == positions.tolist()
-    for ours, theirs in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
-        np.testing.assert_allclose(ours[0][..., slots], theirs[0][..., slots], atol=1e-5, rtol=1e-5)
-
-
-class Rounds:
-    """Runs `speculate` and looks at both caches after each of its rounds."""
-
-    def __init__(self, model, draft, prompt, k, *, drafter=ModelDrafter, **options):
-        checked = api.check_options(options)
-        self.model, self.draft, self.caches = model, draft, []
-        new_cache = model.new_cache
-
-        def recorded_new_cache(*args):
-            self.caches.append(new_cache(*args))
-            return self.caches[-1]
-
-        self.fed = []  # the ids of each pass of the draft
-        forward = draft.forward
-
-        def recorded_forward(ids, cache, **kwargs):
-            if cache is watched.cache:  # and not one for a comparison
-                self.fed.append(np.ravel(ids).tolist())
-            return forward(ids, cache, **kwargs)
-
-        rounds = self
-
-        class Watched(drafter):
-            def propose(self, row, k):
-                rounds.begin = (k, row.n_generated, len(row.context))
-                tokens, distributions = super().propose(row, k)
-                rounds.proposed = tokens
-                return tokens, distributions
-
-            def truncate(self, length):
-                super().truncate(length)
-                rounds.after(self.cache)
-
-        self.row = Row(
-            0, 0, prompt, model, Letters(model.config.vocab_size), checked.sampling, checked.decoding, Stopwatch()
-        )
-        self.results = []  # of each round: how many tokens were drafted, how many came out
-        watched = Watched(draft, model.config.vocab_size, self.row.context, checked.sampling, checked.decoding)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model, "new_cache", recorded_new_cache)
-            if draft is not model:
-                patch.setattr(draft, "forward", recorded_forward)
-            self.steps = list(speculate(model, self.row, watched, checked.sampling, checked.decoding, k, Stopwatch()))
-
-    def after(self, draft_cache):
-        context = self.row.context
-        cache = self.caches[0]  # later ones are made for the comparison
-        n_drafts, n_out = len(self.proposed), self.row.n_generated - self.begin[1]
-        self.results.append((n_drafts, n_out))
-        if len(context) < self.begin[2] + n_out:  # shifted
-            assert cache.length[0] == draft_cache.length[0] == 0
-            return
-        assert_equals_cold_prefill(self.model, cache, context[:-1])
-        if n_drafts:  # the draft has not seen its own last proposal
-            assert_equals_cold_prefill(self.draft, draft_cache, context[:-2] if n_out > n_drafts else context[:-1])
-
-
-CACHE_OPTIONS = {
+ROLLBACK_OPTIONS = {
     "greedy": dict(temperature=0),
     "sampled": OFF,
     "filters": dict(temperature=0.9, top_k=20, top_p=0.9),
@@ -952,101 +797,60 @@ CACHE_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
+@pytest.mark.parametrize("options", ROLLBACK_OPTIONS.values(), ids=ROLLBACK_OPTIONS)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_a_draft_that_is_the_target_is_accepted_in_every_round(k, options):
     """X04: only the rate of acceptance tells that a cache is wrong."""
-    model = tiny_model(5, n_positions=80)
-    rounds = Rounds(model, model, [3, 1, 4, 1], k, max_tokens=51, seed=3, **options)
-    assert len(rounds.results) >= 51 // (k + 1) - 1
-    assert all(n_out == n_drafts + 1 for n_drafts, n_out in rounds.results)
-    assert all(n_drafts == k for n_drafts, _ in rounds.results[:-1])
-    pattern = ([True] * k + [False]) * 51
+    model, letters = tiny(5, n_positions=80), Letters(61)
+    options = dict(max_tokens=51, seed=3, num_draft_tokens=k) | options
+    steps = list(stream(model, letters, [[3, 1, 4, 1]], draft_model=(model, letters), **options))
     n_full = 51 // (k + 1) * (k + 1)
-    assert [step.from_draft for step in rounds.steps[:n_full]] == pattern[:n_full]
-    stats = rounds.row.speculation
-    assert stats.accepted == stats.drafted == sum(step.from_draft for step in rounds.steps)
+    assert [step.from_draft for step in steps[:n_full]] == ([True] * k + [False]) * (n_full // (k + 1))
+    stats = steps[-1].completion.speculation
+    assert stats.accepted == stats.drafted == sum(step.from_draft for step in steps)
 
 
-@pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
-def test_caches_after_each_round_of_an_ordinary_draft(options):
-    model = tiny_model(5, n_positions=80)
-    rng = np.random.default_rng(1)
-    params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
-    rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, max_tokens=60, seed=3, **options)
-    assert len({n_out for _, n_out in rounds.results}) >= 3  # rejections at several places
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
+def test_forced_acceptance(n):
+    """X04: caches after 0, 1 ... all drafts accepted."""
+    # The target's logits, and so its text, depend on every id that its cache holds.
+    prompt, k, max_tokens, letters = [1, 2, 3], 4, 40, Letters(8)
+    model = oracle(8, 1)
+    right = prompt + generate_one(model, letters, prompt, temperature=0, max_tokens=max_tokens + k).token_ids
+
+    def proposal(ids):
+        """In each round n tokens of the text, then another; those that follow a wrong one do not matter."""
+        wrong = n < k and (len(ids) - len(prompt)) % (n + 1) == n
+        # The draft's own cache: the text, and of this round's proposals at most those after the first n.
+        n_right = next((i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), len(ids))
+        assert len(ids) - n_right <= max(k - 1 - n, 0)
+        return np.eye(8, dtype=np.float32)[(right[len(ids)] + wrong) % 8]
+
+    draft = StandIn(proposal, 8)
+    options = dict(temperature=0, max_tokens=max_tokens)
+    steps = list(stream(model, letters, [prompt], draft_model=(draft, letters), num_draft_tokens=k, **options))
+    assert [step.token for step in steps] == right[len(prompt) : len(prompt) + max_tokens]
+    assert [step.from_draft for step in steps[: 5 * (n + 1)]] == ([True] * n + [False]) * 5
+    # A draft is fed each token once, also the last of a round that was all accepted, which it has not yet read.
+    n_read = [T for _, T in draft.passes]
+    assert n_read[0] == len(prompt) - 1 and set(n_read[1:]) <= ({1, 2} if n == k else {1})
+    assert n < k or sum(n_read) <= len(prompt) + max_tokens
+    stats = steps[-1].completion.speculation
+    assert stats.target_passes + stats.accepted == max_tokens
 
 
 def test_bundled_pair_accepts_itself(pair):
     (model, tokenizer), _ = pair
     prompt = tokenizer.encode("The king said to his daughter")
     for options in (dict(temperature=0), dict(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=2)):
-        done = generate_one(
-            model, tokenizer, prompt, draft_model=(model, tokenizer), max_tokens=50, ignore_eos=True, **options
-        )
-        assert done.speculation.accepted == done.speculation.drafted == 40
-        assert done.speculation.target_passes == 10
-
-
-class Forced(GPT2):
-    """A draft that runs its own model, and then proposes the first n of each k tokens rightly, the others wrongly."""
-
-    def __init__(self, config, params, right, n):
-        super().__init__(config, params)
-        self.right, self.n, self.place = right, n, 0
-
-    def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
-        logits = super().forward(ids, cache, pad=pad, last_only=last_only)
-        token = self.right[cache.length[0]]
-        if self.place >= self.n:
-            token = (token + 1) % self.config.vocab_size
-        self.place += 1
-        logits[:] = 0
-        logits[0, token] = 9
-        return logits
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
-def test_forced_acceptance(n):
-    """X04: caches after 0, 1 ... all drafts accepted."""
-    prompt, k, max_tokens = [7, 8, 9], 4, 32
-    model = tiny_model(6)
-    right = prompt + generate_one(model, Letters(61), prompt, temperature=0, max_tokens=40).token_ids
-    draft = Forced(model.config, as_stored(tiny_model(7)), right, n)
-
-    class Restarted(ModelDrafter):
-        def propose(self, row, k):
-            draft.place = 0
-            return super().propose(row, k)
-
-    # Both caches are compared with a cold prefill after each round; what the draft says then does not matter.
-    rounds = Rounds(model, draft, prompt, k, drafter=Restarted, max_tokens=max_tokens, temperature=0)
-    assert rounds.row.ids == right[: len(prompt) + max_tokens]
-    full = [result for result in rounds.results if result[0] == k]
-    assert len(full) >= 5 and all(result == (k, n + 1) for result in full)
-    assert [step.from_draft for step in rounds.steps[: 5 * (n + 1)]] == ([True] * n + [False]) * 5
-    if n == k:
-        # The draft is fed every token once, the last one of each round too, which it had proposed but not yet read.
-        fed = [token for chunk in rounds.fed for token in chunk]
-        assert fed == right[: len(fed)] and len(fed) > len(prompt) + max_tokens - 2 * k
-    else:
-        assert {len(chunk) for chunk in rounds.fed[2:]} == {1}
-    done = rounds.steps[-1].completion
-    assert done.speculation.target_passes + done.speculation.accepted == max_tokens
+        options |= dict(max_tokens=25, ignore_eos=True)
+        done = generate_one(model, tokenizer, prompt, draft_model=(model, tokenizer), **options)
+        assert done.speculation.accepted == done.speculation.drafted == 20
+        assert done.speculation.target_passes == 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Where a text ends
-
-
-def oracle(V, seed, eos_token_id=None, n_positions=100_000):
-    """A target whose greedy text does not repeat itself: logits from a generator seeded with all the ids."""
-    return StandIn(
-        lambda ids: np.random.default_rng([seed, *map(int, ids)]).normal(0, 2, V).astype(np.float32),
-        V,
-        n_positions,
-        eos_token_id,
-    )
 
 
 def same_outcome(done, plain):
@@ -1069,7 +873,7 @@ def check_ends(model, options, drafts=None):
     letters = Letters(model.config.vocab_size)
     plain = generate_one(model, letters, [0, 1], temperature=0, **options)
     for draft in drafts or (model, half_right(model)):
-        for k in (1, 2, 3, 5, 8):
+        for k in (1, 3, 8):
             steps = list(
                 stream(
                     model, letters, [[0, 1]], draft_model=(draft, letters), num_draft_tokens=k, temperature=0, **options
@@ -1088,11 +892,11 @@ def check_ends(model, options, drafts=None):
     return plain
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4, 5, 6, 7, 10])
-def test_max_tokens_inside_a_block(max_tokens):
+def test_max_tokens_inside_a_block():
     """S12: no or few new tokens with speculation."""
-    plain = check_ends(oracle(8, 1), dict(max_tokens=max_tokens))
-    assert len(plain.token_ids) == max_tokens and plain.finish_reason == "length"
+    for max_tokens in (0, 1, 2, 3, 4, 5, 6, 7, 10):
+        plain = check_ends(oracle(8, 1), dict(max_tokens=max_tokens))
+        assert len(plain.token_ids) == max_tokens and plain.finish_reason == "length"
 
 
 def test_end_of_text_inside_a_block():
@@ -1125,37 +929,31 @@ def test_stop_string_inside_a_block():
 
 
 def test_nothing_is_drafted_beyond_budget_and_contexts():
-    letters = Letters(61)
-    for n_target, n_draft, n_prompt, max_tokens, k in itertools.product(
-        (16,), (8, 16, 24), (1, 7, 12, 16), (1, 2, 5, 40), (1, 4, 30)
-    ):
-        model, draft = tiny_model(8, n_positions=n_target), tiny_model(8, n_positions=n_draft)
-        prompt = [2 + n for n in range(n_prompt)]
+    letters, n_target = Letters(61), 16
+    for n_draft, n_prompt, max_tokens, k in itertools.product((8, 16, 24), (1, 7, 16), (1, 2, 5, 40), (1, 4, 30)):
+        model, draft = tiny(8, n_positions=n_target), tiny(8, n_positions=n_draft)
+        prompt, drafted = [2 + n for n in range(n_prompt)], Drafted()
         options = dict(temperature=0, max_tokens=max_tokens)
-        begins = []
-
-        class Watched(ModelDrafter):
-            def propose(self, row, k, begins=begins):
-                tokens, distributions = super().propose(row, k)
-                begins.append((k, len(tokens), row.n_generated, len(row.context)))
-                return tokens, distributions
-
         plain = generate_one(model, letters, prompt, **options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(api, "ModelDrafter", Watched)
-            done = generate_one(model, letters, prompt, draft_model=(draft, letters), num_draft_tokens=k, **options)
+        options |= dict(draft_model=(draft, letters), num_draft_tokens=k, hooks=drafted)
+        n_generated = n_seen = 0
+        for step in stream(model, letters, [prompt], **options):
+            if len(drafted.rounds) > n_seen:  # the first token of a round
+                (proposed,), n_seen = drafted.rounds[n_seen:], len(drafted.rounds)
+                n_context = n_prompt + n_generated
+                # A round may be all accepted, and then gives one token more. The draft is fed the context and all but
+                # the last of what it proposes.
+                asked = min(k, max_tokens - n_generated - 1, n_target - n_context)
+                assert len(proposed) == max(min(asked, n_draft - n_context + 1), 0)
+            n_generated += step.token is not None
+        done = step.completion
         assert same_outcome(done, plain)
-        for asked, given_, n_generated, n_context in begins:
-            # A round may be all accepted, and then gives one token more.
-            assert given_ <= asked == min(k, max_tokens - n_generated - 1, n_target - n_context)
-            # What the draft was fed: the context and all but the last of what it proposed.
-            assert given_ == max(min(asked, n_draft - n_context + 1), 0)
-        assert done.speculation.drafted == sum(given_ for _, given_, _, _ in begins)
+        assert done.speculation.drafted == sum(map(len, drafted.rounds))
         assert plain.finish_reason == ("context" if n_prompt + max_tokens > n_target + 1 else "length")
 
 
 def test_a_prompt_that_fills_the_context():
-    model, letters = tiny_model(9, n_positions=12), Letters(61)
+    model, letters = tiny(9, n_positions=12), Letters(61)
     for options in (dict(draft_model=(model, letters)), dict(prompt_lookup_num_tokens=3)):
         done = generate_one(model, letters, [1, 2] * 6, temperature=0, max_tokens=9, **options)
         assert (len(done.token_ids), done.finish_reason) == (1, "context")
@@ -1163,7 +961,7 @@ def test_a_prompt_that_fills_the_context():
 
 
 def test_a_single_token_costs_the_draft_nothing():
-    model, draft, letters = tiny_model(8), tiny_model(9), Letters(61)
+    model, draft, letters = tiny(8), tiny(9), Letters(61)
     draft.forward = None  # a call would raise TypeError
     done = generate_one(model, letters, [1, 2, 3], draft_model=(draft, letters), temperature=0, max_tokens=1)
     assert done.token_ids == [int(model.forward([[1, 2, 3]])[0].argmax())]
@@ -1171,7 +969,7 @@ def test_a_single_token_costs_the_draft_nothing():
 
 def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     """X07: a draft with a shorter context."""
-    model, letters = tiny_model(8, n_positions=40), Letters(61)
+    model, letters = tiny(8, n_positions=40), Letters(61)
     short = GPT2(
         GPT2Config.from_dict(tiny_config(vocab_size=61, n_positions=16)),
         {**as_stored(model), "wpe.weight": model.params["wpe.weight"][:16]},
@@ -1181,17 +979,18 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 7, 20, 400])
+@pytest.mark.parametrize("window", [1, 3, 20, 400])
 def test_window_together_with_speculation(window):
     letters = Letters(61)
-    model, other = tiny_model(10, n_positions=200), tiny_model(11, n_positions=200)
-    prompt = [n % 61 for n in range(90)]  # the ring of 64 slots more than the window wraps
+    model, other = tiny(10, n_positions=200), tiny(11, n_positions=200)
+    prompt = [n % 61 for n in range(90)]  # the ring of 63 slots more than the window wraps
     options = dict(temperature=0, max_tokens=50, window=window)
     plain = generate_one(model, letters, prompt, **options)
     for drafter in (
         dict(draft_model=(model, letters)),
         dict(draft_model=(other, letters), num_draft_tokens=9),
         dict(prompt_lookup_num_tokens=6),
+        dict(draft_model=(model, letters), num_draft_tokens=66),  # more than the ring takes back
     ):
         done = generate_one(model, letters, prompt, **options, **drafter)
         assert same_outcome(done, plain)
@@ -1199,39 +998,19 @@ def test_window_together_with_speculation(window):
             assert done.speculation.accepted == done.speculation.drafted > 0
 
 
-def test_no_more_is_drafted_than_the_ring_takes_back():
-    letters = Letters(61)
-    model, other = tiny_model(10, n_positions=200), tiny_model(11, n_positions=200)
-    prompt = [n % 61 for n in range(90)]
-    options = dict(temperature=0, max_tokens=67, window=5)
-    plain = generate_one(model, letters, prompt, **options)
-    for draft in (model, other):
-        done = generate_one(model, letters, prompt, draft_model=(draft, letters), num_draft_tokens=66, **options)
-        assert same_outcome(done, plain)
-
-
-def test_a_window_that_nothing_reaches_changes_nothing():
-    model, letters = tiny_model(10, n_positions=200), Letters(61)
-    options = dict(temperature=0, max_tokens=30, draft_model=(model, letters))
-    ours = generate_one(model, letters, [1, 2, 3], window=199, **options).speculation
-    theirs = generate_one(model, letters, [1, 2, 3], **options).speculation
-    assert (ours.drafted, ours.accepted, ours.target_passes) == (theirs.drafted, theirs.accepted, theirs.target_passes)
-
-
-@pytest.mark.parametrize("keep", [0, 7])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window, keep", [(None, 0), (None, 7), (6, 7)])
 @pytest.mark.parametrize("k", [1, 4, 15])
 def test_context_shift_together_with_speculation(k, window, keep):
     letters = Letters(61)
-    model = tiny_model(12, n_positions=16)
-    for n_prompt in (1, 5, 16):
+    model = tiny(12, n_positions=16)
+    for n_prompt in (5, 16):
         prompt = [12 + n for n in range(n_prompt)]
         options = dict(temperature=0, max_tokens=30, context_shift=True, keep=keep, window=window)
         options |= dict(repetition_penalty=1.2, frequency_penalty=0.1) if n_prompt == 5 else {}
         plain = generate_one(model, letters, prompt, **options)
         for drafter in (
             dict(draft_model=(model, letters), num_draft_tokens=k),
-            dict(draft_model=(tiny_model(12, n_positions=11), letters), num_draft_tokens=k),
+            dict(draft_model=(tiny(12, n_positions=11), letters), num_draft_tokens=k),
             dict(prompt_lookup_num_tokens=k),
         ):
             done = generate_one(model, letters, prompt, **options, **drafter)
@@ -1243,7 +1022,7 @@ def test_context_shift_together_with_speculation(k, window, keep):
 
 @pytest.mark.parametrize("n_positions", [2, 3, 4])
 def test_shifts_that_drop_one_or_two_tokens(n_positions):
-    letters, model = Letters(61), tiny_model(12, n_positions=n_positions)
+    letters, model = Letters(61), tiny(12, n_positions=n_positions)
     for keep in {0, (n_positions - 1) // 2}:
         options = dict(temperature=0, max_tokens=40, context_shift=True, keep=keep, frequency_penalty=0.5)  # no loops
         plain = generate_one(model, letters, [5], **options)
@@ -1252,20 +1031,8 @@ def test_shifts_that_drop_one_or_two_tokens(n_positions):
             assert same_outcome(done, plain)
 
 
-def test_caches_are_empty_after_a_shift():
-    for k in (2, 4, 14):
-        model = tiny_model(12, n_positions=16)
-        rounds = Rounds(model, model, [3, 1], k, max_tokens=90, temperature=0, context_shift=True)
-        assert len(rounds.results) > 5
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Vocabularies
-
-
-@pytest.fixture(scope="module")
-def byte_vocab(tmp_path_factory):
-    return write_byte_vocab(tmp_path_factory.mktemp("bytes"))
 
 
 def with_vocab(folder, source, change):
@@ -1287,7 +1054,7 @@ def test_swapped_entries_are_refused(byte_vocab, tmp_path):
 
     first = with_vocab(tmp_path / "swapped", byte_vocab, swap)
     ours, theirs = Tokenizer.from_folder(byte_vocab), Tokenizer.from_folder(tmp_path / "swapped")
-    model = tiny_model(0, vocab_size=257)
+    model = tiny(0, vocab_size=257)
     passes = []
     model.forward = lambda *args, **kwargs: passes.append(args)
     for tokenizer, other in ((ours, theirs), (theirs, ours)):
@@ -1303,7 +1070,7 @@ def test_bundled_pair_has_one_vocabulary(pair):
 
 def test_an_unrelated_vocabulary_is_refused(pair, byte_vocab):
     (model, tokenizer), _ = pair
-    other = (tiny_model(0, vocab_size=257), Tokenizer.from_folder(byte_vocab, 257))
+    other = (tiny(0, vocab_size=257), Tokenizer.from_folder(byte_vocab, 257))
     with pytest.raises(ValueError, match="vocabulary"):
         generate_one(model, tokenizer, "A", draft_model=other)
 
@@ -1329,31 +1096,19 @@ def sizes(byte_vocab, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("target", "draft"), [*itertools.permutations(["257", "258", "300"], 2)])
-def test_vocabularies_of_other_sizes(sizes, target, draft, monkeypatch):
+def test_vocabularies_of_other_sizes(sizes, target, draft):
     """X07: added or padded tokens in one of the two."""
     (model, tokenizer), (draft_model, _) = sizes[target], sizes[draft]
-    shared = min(model.config.vocab_size, draft_model.config.vocab_size)
-    proposed = []
-    honest_propose = ModelDrafter.propose
-
-    def propose(self, row, k):
-        tokens, distributions = honest_propose(self, row, k)
-        proposed.extend(tokens)
-        assert all(q.shape == (model.config.vocab_size,) for q in distributions)
-        assert not any(q[shared:].any() for q in distributions)
-        return tokens, distributions
-
-    monkeypatch.setattr(ModelDrafter, "propose", propose)
-    for seed in range(5):
+    drafted = Drafted()
+    for seed in range(3):
         greedy = dict(temperature=0, max_tokens=20, no_repeat_ngram_size=2)
         plain = generate_one(model, tokenizer, f"prompt {seed}", **greedy)
         done = generate_one(model, tokenizer, f"prompt {seed}", draft_model=sizes[draft], **greedy)
         assert done.token_ids == plain.token_ids
-        sampled = generate_one(
-            model, tokenizer, f"prompt {seed}", draft_model=sizes[draft], seed=seed, max_tokens=20, **OFF
-        )
-        assert max(sampled.token_ids) < model.config.vocab_size
-    assert proposed and max(proposed) < shared
+        options = dict(seed=seed, max_tokens=20, hooks=drafted)
+        steps = stream(model, tokenizer, f"prompt {seed}", draft_model=sizes[draft], **options, **OFF)
+        assert max(step.token for step in steps) < model.config.vocab_size
+    assert 0 < max(itertools.chain(*drafted.rounds)) < min(model.config.vocab_size, draft_model.config.vocab_size)
 
 
 @pytest.mark.parametrize("draft", ["257", "300"])
@@ -1406,49 +1161,31 @@ def slow_lookup(ids, k, longest):
     return [ids[i] for i in range(start + size, min(start + size + k, len(ids)))]
 
 
-def propose(ids, k, longest, V=10):
-    return PromptLookupDrafter(V, longest).propose(SimpleNamespace(context=ids), k)
+def first_drafts(ids, k, longest):
+    """What is proposed to follow a prompt."""
+    drafted = Drafted()
+    options = dict(prompt_lookup_num_tokens=k, max_matching_ngram_size=longest, max_tokens=k + 1)
+    next(stream(constant(np.ones(10)), Letters(10), [ids], hooks=drafted, **options))
+    return drafted.rounds[0]
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 6), st.integers(1, 5))
-@settings(deadline=None, derandomize=True, database=None, max_examples=400)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 5))
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
 def test_ngram_drafter_against_a_slow_definition(ids, k, longest):
-    before = list(ids)
-    tokens, distributions = propose(ids, k, longest)
-    assert tokens == slow_lookup(ids, k, longest)
-    assert ids == before
-    assert [q.tolist() for q in distributions] == np.eye(10)[tokens].tolist() if tokens else distributions == []
+    assert first_drafts(ids, k, longest) == slow_lookup(ids, k, longest)
 
 
 def test_ngram_drafter_by_hand():
-    assert propose([1, 2, 3, 1, 2, 4, 1, 2], 5, 2)[0] == [4, 1, 2]  # the latest occurrence, to the end of the text
-    assert propose([1, 2, 3, 9, 2, 4, 1, 2], 2, 2)[0] == [3, 9]  # the longer match, though an earlier one
-    assert propose([1, 2, 3, 9, 2, 4, 1, 2], 2, 1)[0] == [4, 1]
-    assert propose([5, 5, 5], 4, 3)[0] == [5]  # a match may overlap the end
-    assert propose([1, 2, 3], 4, 3) == ([], [])
-    assert propose([1], 4, 3) == ([], [])
-    assert propose([7, 8, 7], 0, 2)[0] == []
-
-
-def test_the_longest_end_to_look_up_is_an_option():
-    # After 1 2 stood 3 9, and 3 9 is what the target says; the last 2 alone was followed by 4.
-    target = StandIn(lambda ids: np.eye(10, dtype=np.float32)[3 if ids[-2:] == (1, 2) else 9], 10)
-    for size, accepted in ((1, 0), (2, 1), (3, 1)):
-        done = generate_one(
-            target,
-            Letters(10),
-            [1, 2, 3, 9, 2, 4, 1, 2],
-            temperature=0,
-            max_tokens=2,
-            prompt_lookup_num_tokens=3,
-            max_matching_ngram_size=size,
-        )
-        assert done.token_ids == [3, 9] and done.speculation.accepted == accepted
+    assert first_drafts([1, 2, 3, 1, 2, 4, 1, 2], 5, 2) == [4, 1, 2]  # the latest occurrence, to the end of the text
+    assert first_drafts([1, 2, 3, 9, 2, 4, 1, 2], 2, 2) == [3, 9]  # the longer match, though an earlier one
+    assert first_drafts([1, 2, 3, 9, 2, 4, 1, 2], 2, 1) == [4, 1]
+    assert first_drafts([5, 5, 5], 4, 3) == [5]  # a match may overlap the end
+    assert first_drafts([1, 2, 3], 4, 3) == first_drafts([1], 4, 3) == []
 
 
 def test_ngram_drafts_of_a_repeating_text_are_accepted():
     # A target that goes round in a circle of 5 ids.
-    circle = StandIn(lambda ids: constant_logits(np.eye(5)[(ids[-1] + 1) % 5] * 0.9 + 0.02)(ids), 5)
+    circle = StandIn(lambda ids: np.log(np.eye(5)[(ids[-1] + 1) % 5] * 0.9 + 0.02), 5)
     done = generate_one(
         circle, Letters(5), [0, 1, 2, 3, 4, 0], temperature=0, prompt_lookup_num_tokens=4, max_tokens=40
     )
@@ -1457,209 +1194,16 @@ def test_ngram_drafts_of_a_repeating_text_are_accepted():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# num_draft_tokens="auto"
-
-
-class Clock:
-    """Time that passes only where a model says so, in place of the module `time`."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
-def timed(model, clock, a_pass, a_token=0.0):
-    """The stand-in, its passes costing `a_pass` seconds and `a_token` for each token."""
-
-    class Timed(StandIn):
-        def forward(self, ids, cache, **kwargs):
-            clock.now += a_pass + a_token * len(ids[0])
-            return super().forward(ids, cache, **kwargs)
-
-    return Timed(model.logits_of, model.config.vocab_size)
-
-
-def auto_rounds(monkeypatch, model, draft, *, target_cost, draft_cost, prompt=(0, 1), max_tokens=200, **options):
-    """(completion, the number of tokens drafted in each round), the costs being (seconds a pass, seconds a token)."""
-    clock, rounds = Clock(), []
-    monkeypatch.setattr(speculative, "time", clock)
-    honest_record = AdaptiveDraftLength.record
-
-    def record(self, drafted, *args):
-        rounds.append(drafted)
-        honest_record(self, drafted, *args)
-
-    monkeypatch.setattr(AdaptiveDraftLength, "record", record)
-    letters = Letters(model.config.vocab_size)
-    plain = generate_one(model, letters, list(prompt), temperature=0, max_tokens=max_tokens, **options)
-    done = generate_one(
-        timed(model, clock, *target_cost),
-        letters,
-        list(prompt),
-        draft_model=(timed(draft, clock, *draft_cost), letters),
-        num_draft_tokens="auto",
-        temperature=0,
-        max_tokens=max_tokens,
-        **options,
-    )
-    assert same_outcome(done, plain)
-    monkeypatch.undo()
-    return done, rounds
-
-
-def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
-    clock, letters, model = Clock(), Letters(8), oracle(8, 1)
-    monkeypatch.setattr(speculative, "time", clock)
-    draft = timed(model, clock, 0.5), letters
-    target = timed(model, clock, 10)
-    done = generate_one(target, letters, [0, 1], draft_model=draft, num_draft_tokens=3, temperature=0, max_tokens=50)
-    stats = done.speculation
-    assert stats.target_passes > 5 and stats.drafted > 20
-    assert stats.target_seconds == 10 * stats.target_passes  # without the prompt's
-    assert stats.draft_seconds == 0.5 * stats.drafted
-
-
-def test_auto_drafts_much_where_drafts_are_right_and_cheap(monkeypatch):
-    model = oracle(8, 1)
-    done, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(0.5,))
-    assert rounds[:2] == [0, 4]  # one of each is measured first
-    assert set(rounds[5:-1]) == {AdaptiveDraftLength.MOST}
-    assert done.speculation.accepted + done.speculation.target_passes == 200
-
-
-def test_auto_gives_up_where_drafts_are_wrong(monkeypatch):
-    model = oracle(8, 1)
-    _, rounds = auto_rounds(monkeypatch, model, worst_of(model), target_cost=(10,), draft_cost=(0.5,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
-    assert any(rounds[50:])  # but tries again
-
-
-def test_auto_gives_up_where_drafts_cost_as_much_as_they_save(monkeypatch):
-    model = oracle(8, 1)
-    _, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(11,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
-
-
-def test_auto_drafts_little_where_checking_is_dear(monkeypatch):
-    # Checking a token costs as much as generating it: drafts, though right, do not pay.
-    model = oracle(8, 1)
-    _, rounds = auto_rounds(monkeypatch, model, model, target_cost=(0.1, 10), draft_cost=(0.5,))
-    assert len([n for n in rounds[50:] if n]) <= len(rounds) // AdaptiveDraftLength.RETRY_INTERVAL + 1
-
-
-def worst_of(stand_in):
-    return StandIn(lambda ids: -stand_in.logits_of(ids), stand_in.config.vocab_size)
-
-
-def test_auto_comes_back_when_drafts_get_better(monkeypatch):
-    model = oracle(8, 1)
-    late = StandIn(lambda ids: model.logits_of(ids) * (1 if len(ids) > 150 else -1), 8)
-    _, rounds = auto_rounds(monkeypatch, model, late, target_cost=(10,), draft_cost=(0.5,), max_tokens=500)
-    assert len([n for n in rounds[50:140] if n]) <= 3
-    assert set(rounds[-5:-1]) == {AdaptiveDraftLength.MOST}
-
-
-def test_auto_does_not_charge_the_drafts_prompt_to_its_drafts(monkeypatch):
-    # In its first round a draft also reads the prompt, once. That must not make it look dear for a long time.
-    model = oracle(8, 1)
-    _, rounds = auto_rounds(
-        monkeypatch, model, model, target_cost=(10, 0.1), draft_cost=(0.5, 0.1), prompt=[0, 1] * 250, max_tokens=100
-    )
-    assert sum(n > 0 for n in rounds) > len(rounds) / 2
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.3, 0.7])
-def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
-    # From Leviathan et al. 2023, equation 1: (1 - a^(k+1)) / (1 - a) tokens for 1 + c k. The running mean of what was
-    # accepted wanders about a, so the choice may miss the best k, but not by more than a tenth of its speed on average.
-    length, rng = AdaptiveDraftLength(), np.random.default_rng(0)
-
-    def speed(k):
-        return sum(acceptance**i for i in range(k + 1)) / (1 + draft_cost * k)
-
-    tokens = seconds = 0.0
-    for n in range(1500):
-        k = length.choose()
-        assert 0 <= k <= AdaptiveDraftLength.MOST
-        accepted = 0
-        while accepted < k and rng.random() < acceptance:
-            accepted += 1
-        length.record(k, accepted, draft_cost * k, 1.0)
-        if n >= 100:
-            tokens, seconds = tokens + accepted + 1, seconds + 1 + draft_cost * k
-    assert tokens / seconds > 0.9 * max(map(speed, range(AdaptiveDraftLength.MOST + 1)))
-
-
-def test_auto_keeps_running_means():
-    # By hand: the first value as it is, then nine parts of the old and one of the new. Acceptance starts at 0.7 and
-    # takes a 1 for each accepted draft and a 0 for the first rejected one.
-    length = AdaptiveDraftLength()
-    length.record(0, 0, 5.0, 8.0)
-    assert (length.acceptance, length.draft_seconds, length.target_seconds) == (0.7, 0.0, {0: 8.0})
-    length.record(4, 2, 4.0, 10.0)
-    assert length.acceptance == pytest.approx(((0.7 * 0.9 + 0.1) * 0.9 + 0.1) * 0.9)
-    assert (length.draft_seconds, length.target_seconds) == (1.0, {0: 8.0, 4: 10.0})
-    before = length.acceptance
-    length.record(4, 4, 8.0, 20.0)
-    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
-    assert length.draft_seconds == pytest.approx(0.9 * 1.0 + 0.1 * 2.0)
-    assert length.target_seconds == pytest.approx({0: 8.0, 4: 11.0})
-    length.record(0, 0, 5.0, 18.0)
-    assert length.acceptance == pytest.approx(1 - (1 - before) * 0.9**4)
-    assert length.draft_seconds == pytest.approx(1.1)
-    assert length.target_seconds == pytest.approx({0: 9.0, 4: 11.0})
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_auto_chooses_the_best_of_the_formula(seed):
-    # Seconds of passes that were not measured lie on a line between those that were; beyond them, they stay the same.
-    rng = np.random.default_rng(seed)
-    length, plain, four = AdaptiveDraftLength(), *rng.uniform(1, 3, 2)
-    assert length.choose() == 0
-    length.record(0, 0, 0.0, plain)
-    assert length.choose() == 4
-    length.record(4, 4, 4 * rng.uniform(0.01, 0.5), four)
-    length.acceptance = a = rng.uniform(0.3, 1)
-    seconds = [plain + (four - plain) * min(k, 4) / 4 + k * length.draft_seconds for k in range(9)]
-    speeds = [sum(a**i for i in range(k + 1)) / seconds[k] for k in range(9)]
-    first, second = sorted(speeds)[-1:-3:-1]
-    assert first > second * 1.0001, "too near to tell"
-    assert length.choose() == speeds.index(first)
-
-
-def test_auto_tries_drafts_again_after_every_32nd_plain_round():
-    length = AdaptiveDraftLength()
-    length.record(0, 0, 0.0, 1.0)
-    length.record(4, 0, 40.0, 1.0)  # a draft that is dear
-    assert [length.choose() for _ in range(192)] == ([0] * 31 + [4]) * 6
-    length.draft_seconds, length.acceptance = 0.001, 1.0
-    assert length.choose() == 8
-    length.draft_seconds = 10.0
-    assert [n for n in range(1, 100) if length.choose()] == [32, 64, 96]  # counted from the last draft
-
-
-def test_auto_on_the_bundled_pair(pair):
-    (model, tokenizer), draft = pair
-    options = dict(temperature=0, max_tokens=40)
-    plain = generate_one(model, tokenizer, STORY[:80], **options)
-    done = generate_one(model, tokenizer, STORY[:80], draft_model=draft, num_draft_tokens="auto", **options)
-    assert done.token_ids == plain.token_ids
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Seeds, counts, timings, refusals
+# Seeds, counts, timings
 
 
 @pytest.mark.parametrize(
     "drafter", [dict(num_draft_tokens=1), dict(num_draft_tokens=4), dict(prompt_lookup_num_tokens=3)]
 )
 def test_a_seed_repeats_a_text(drafter):
-    model, letters = tiny_model(21), Letters(61)
+    model, letters = tiny(21), Letters(61)
     if "num_draft_tokens" in drafter:
-        drafter = drafter | dict(draft_model=(tiny_model(22), letters))
+        drafter = drafter | dict(draft_model=(tiny(22), letters))
     texts = [
         tuple(generate_one(model, letters, [1, 2, 1], seed=seed, max_tokens=20, **OFF, **drafter).token_ids)
         for seed in (1, 1, 2, 3)
@@ -1669,24 +1213,11 @@ def test_a_seed_repeats_a_text(drafter):
 
 def test_counts_add_up():
     letters = Letters(8)
-    for seed in range(40):
-        target, draft = stand_in_pair(seed, V=8)
-        target.config = GPT2Config(
-            vocab_size=8, n_positions=60, n_embd=1, n_head=1, bos_token_id=0, eos_token_id=seed % 8
-        )
-        k = 1 + seed % 6
-        steps = list(
-            stream(
-                target,
-                letters,
-                [[1]],
-                draft_model=(draft, letters),
-                num_draft_tokens=k,
-                seed=seed,
-                max_tokens=40,
-                **OFF,
-            )
-        )
+    for seed in range(20):
+        logits_of, k = table_logits(8, seed), 1 + seed % 6
+        target = StandIn(logits_of, 8, n_positions=60, eos_token_id=seed % 8)
+        drafter = dict(draft_model=(StandIn(near(logits_of, 8, seed), 8), letters), num_draft_tokens=k)
+        steps = list(stream(target, letters, [[1]], seed=seed, max_tokens=40, **drafter, **OFF))
         done = steps[-1].completion
         stats = done.speculation
         assert stats.accepted == sum(step.from_draft for step in steps)
@@ -1698,153 +1229,8 @@ def test_counts_add_up():
 
 @pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
 def test_timings_have_a_prompt_and_a_rest(prompt):
-    model, letters = tiny_model(23), Letters(61)
+    model, letters = tiny(23), Letters(61)
     done = generate_one(model, letters, prompt, draft_model=(model, letters), max_tokens=20)
     assert done.timings.prompt_tokens == len(prompt)
     assert done.timings.prompt_seconds > 0 and done.timings.seconds > 0
     assert done.timings.cache_bytes == model.new_cache(1, len(prompt) + 20).nbytes
-
-
-def test_plain_decoding_has_no_counts():
-    assert generate_one(tiny_model(23), Letters(61), [5], max_tokens=2).speculation is None
-
-
-REFUSED = {
-    "two prompts": (dict(prompts=["a", "b"]), "number of prompts"),
-    "several continuations": (dict(num_return_sequences=2), "num_return_sequences"),
-    "beams": (dict(num_beams=2), "num_beams"),
-    "no cache": (dict(use_cache=False), "use_cache"),
-    "both kinds": (dict(prompt_lookup_num_tokens=2), "prompt_lookup_num_tokens"),
-    "no drafts": (dict(num_draft_tokens=0), "num_draft_tokens"),
-    "negative": (dict(num_draft_tokens=-1), "num_draft_tokens"),
-    "fraction": (dict(num_draft_tokens=2.5), "num_draft_tokens"),
-    "truth": (dict(num_draft_tokens=True), "num_draft_tokens"),
-    "another word": (dict(num_draft_tokens="many"), "num_draft_tokens"),
-}
-
-
-@pytest.mark.parametrize(("options", "named"), REFUSED.values(), ids=REFUSED)
-def test_refusals(options, named):
-    model, letters = tiny_model(24, vocab_size=8), Letters(8)
-    options = dict(options)
-    prompts = options.pop("prompts", "a")
-    with pytest.raises(ValueError, match=named):
-        stream(model, letters, prompts, draft_model=(model, letters), **options)  # before the first step
-    with pytest.raises(ValueError, match=named):
-        generate(model, letters, prompts, draft_model=(model, letters), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (dict(num_draft_tokens=4), "num_draft_tokens"),
-        (dict(num_draft_tokens="auto"), "num_draft_tokens"),
-        (dict(num_draft_tokens=4, prompt_lookup_num_tokens=2), "num_draft_tokens"),
-        (dict(prompt_lookup_num_tokens=-1), "prompt_lookup_num_tokens"),
-        (dict(prompt_lookup_num_tokens=2, max_matching_ngram_size=0), "max_matching_ngram_size"),
-        (dict(prompt_lookup_num_tokens=2, num_return_sequences=2), "num_return_sequences"),
-        (dict(prompt_lookup_num_tokens=2, use_cache=False), "use_cache"),
-        (dict(prompt_lookup_num_tokens=2, num_beams=2), "num_beams"),
-        (dict(prompt_lookup_num_tokens=2, prompts=["a", "b"]), "number of prompts"),
-    ],
-)
-def test_refusals_without_a_draft_model(options, named):
-    model, letters = tiny_model(24, vocab_size=8), Letters(8)
-    options = {"prompts": "a"} | options
-    with pytest.raises(ValueError, match=named):
-        stream(model, letters, **options)
-
-
-@pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])
-@pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
-def test_config_says_what_it_refuses(name, value):
-    least = 0 if name == "prompt_lookup_num_tokens" else 1
-    if (type(value) is int and value >= least) or (name, value) == ("num_draft_tokens", "auto"):
-        assert getattr(SpeculationConfig(**{name: value}), name) == value
-        return
-    with pytest.raises(ValueError) as error:
-        SpeculationConfig(**{name: value})
-    start, allowed = f"{name} is {value!r}; ", str(error.value).partition("; ")[2]
-    assert str(error.value).startswith(start) and f" {least} or more" in allowed
-    assert ("auto" in allowed) == (name == "num_draft_tokens")
-
-
-def test_config_takes_what_it_should():
-    assert SpeculationConfig(num_draft_tokens="auto", prompt_lookup_num_tokens=9, max_matching_ngram_size=3)
-    assert SpeculationConfig() == SpeculationConfig(4, 0, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-
-def run_cli(monkeypatch, capsys, *args):
-    """(exit code, stdout, stderr) of one run in this process."""
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it: put it back afterwards
-    code = cli.main([*args])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-CLI_PROMPT = "The king said to his daughter"
-GREEDY = ("--temperature", "0", "--max-tokens", "20")
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--speculative",),
-        ("--draft-model", "distilfairytale"),
-        ("--draft-model", "distilfairytale", "--num-draft-tokens", "2"),
-        ("--speculative", "--num-draft-tokens", "auto"),
-        ("--prompt-lookup-num-tokens", "3", "--max-matching-ngram-size", "1"),
-    ],
-)
-def test_command_line(monkeypatch, capsys, pair, args):
-    (model, tokenizer), _ = pair
-    plain = generate_one(model, tokenizer, CLI_PROMPT, temperature=0, max_tokens=20)
-    code, out, err = run_cli(monkeypatch, capsys, CLI_PROMPT, *GREEDY, *args)
-    assert code == 0
-    assert out == CLI_PROMPT + plain.text + "\n"
-    header, closing = err.splitlines()
-    assert ("drafts by distilfairytale" in header) == ("--prompt-lookup-num-tokens" not in args)
-    code, out, _ = run_cli(monkeypatch, capsys, CLI_PROMPT, *GREEDY, *args, "--json")
-    assert code == 0
-    record = json.loads(out)
-    assert record["text"] == plain.text and record["token_ids"] == plain.token_ids
-    stats = record["speculation"]
-    assert set(stats) == {"drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
-    assert stats["target_passes"] + stats["accepted"] - 20 in (0, 1)
-    if "auto" not in args:  # counts of a run that repeats
-        share = stats["accepted"] / stats["drafted"]
-        assert f"accepted {stats['accepted']} of {stats['drafted']} drafts ({share:.0%})" in closing
-        assert f"{20 / stats['target_passes']:.2f} tokens a pass" in closing
-        assert "s drafting" in closing and "s checking" in closing
-
-
-def test_command_line_without_drafts(monkeypatch, capsys):
-    code, out, err = run_cli(monkeypatch, capsys, CLI_PROMPT, "--max-tokens", "2", "--seed", "1", "--json")
-    assert code == 0 and json.loads(out)["speculation"] is None
-    assert "drafts" not in err
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (("--num-draft-tokens", "4"), "--num-draft-tokens"),
-        (("--speculative", "--num-draft-tokens", "0"), "--num-draft-tokens"),
-        (("--speculative", "--num-draft-tokens", "many"), "--num-draft-tokens"),
-        (("--speculative", "--prompt-lookup-num-tokens", "3"), "--prompt-lookup-num-tokens"),
-        (("--speculative", "--num-beams", "2"), "--num-beams"),
-        (("--speculative", "--num-return-sequences", "2"), "--num-return-sequences"),
-        (("--speculative", "--no-cache"), "--no-cache"),
-        (("--speculative",), "number of prompts"),
-        (("--speculative", "--model", "distilfairytale"), "distilfairytale"),
-        (("--draft-model", "no such model"), "no such model"),
-    ],
-)
-def test_command_line_refuses(monkeypatch, capsys, args, named):
-    prompts = [CLI_PROMPT] * (2 if named == "number of prompts" else 1)
-    code, out, err = run_cli(monkeypatch, capsys, *prompts, "--quiet", *args)
-    assert code == 2 and out == ""
-    assert named in err and err.startswith("minigen: ") and err.count("\n") == 1
