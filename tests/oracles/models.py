@@ -1,6 +1,7 @@
 """Models for tests: tiny GPT-2s with random weights, and one whose answers are looked up."""
 
 import functools
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -71,14 +72,13 @@ class StandIn(GPT2):
         new = (x[:, None, None].astype(np.float32) for x in (ids, positions))  # [B, T] -> [B, 1, 1, T]
         held, places = (x[:, 0, 0] for x in cache.store(0, plan, *new))  # [B, 1, 1, S] -> [B, S]
         logits = np.zeros((B, T, self.config.vocab_size), np.float32)
-        for row in range(B):
-            for t in range(T - 1 if last_only else 0, T):
-                if positions[row, t] >= 0:
-                    seen = slice(None) if plan.mask is None else plan.mask[row, 0, t]
-                    order = places[row, seen].argsort()
-                    last = int(positions[row, t])
-                    assert (places[row, seen][order] == range(last + 1 - len(order), last + 1)).all()
-                    logits[row, t] = self.logits_of(tuple(held[row, seen][order].astype(int).tolist()))
+        for row, t in product(range(B), range(T - 1 if last_only else 0, T)):
+            last = positions[row, t]
+            if last >= 0:
+                seen = slice(None) if plan.mask is None else plan.mask[row, 0, t]
+                order = places[row, seen].argsort()
+                assert (np.diff(places[row, seen][order], append=last + 1) == 1).all()
+                logits[row, t] = self.logits_of(tuple(held[row, seen][order].astype(int).tolist()))
         return logits[:, -1] if last_only else logits
 
 
