@@ -426,7 +426,7 @@ class Parents(Hooks):
     def __init__(self):
         self.rows = []
 
-    def searched(self, beams, logits, candidates, kept, finished):
+    def on_beam_step(self, beams, logits, candidates, kept, finished):
         self.rows.append([candidate.parent for candidate in kept])
 
 
