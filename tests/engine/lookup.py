@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from minigen.engine.model import GPT2, GPT2Config
-from tests.tiny import tiny_config, tiny_params
+from tests.oracles.tiny import tiny_config, tiny_params
 
 
 class LookupModel(GPT2):
