@@ -49,6 +49,9 @@ class Letters:
     def __init__(self, n_vocab):
         self.n_vocab = n_vocab
 
+    def first_difference(self, other):
+        return None
+
     def token_bytes(self, token):
         return chr(ord("a") + token).encode()
 
