@@ -1,14 +1,11 @@
 """Every benchmark, one after the other, each in a process of its own.
 
-    python -m benchmarks.all --quick
-    python -m benchmarks.all --readme       a full run; writes the figures of benchmarks/README.md and its plot
-
-Exits with 1 if one of them fails, after the others have run.
+python -m benchmarks.all --quick
+python -m benchmarks.all --readme       a full run; writes the figures of benchmarks/README.md and its plot
 """
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,21 +19,24 @@ README = ROOT / "benchmarks" / "README.md"
 
 def markdown(figures):
     """The figures of README.md, as two tables. figures: name of a script -> what it wrote with --json."""
-    lines = []
-    if tables := figures.get("peers", {}).get("tables"):
-        engines = list(dict.fromkeys(row["case"] for table in tables for row in table["rows"]))
-        lines += [f"| {figures['peers']['title']}, ms | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
-        for table in tables:
-            times = {row["case"]: row["ms"] for row in table["rows"]}
-            best = min(times.values())
-            cells = [f"**{cell(ms)}**" if ms == best else cell(ms) for ms in (times[name] for name in engines)]
-            lines.append(f"| {table['title']} | {' | '.join(cells)} |")
-        lines += ["", *figures["peers"]["notes"], ""]
-    lines += ["| idea | what it shows | benchmark |", "|---|---|---|"]
+    peers = figures["peers"]
+    engines = [row["case"] for row in peers["tables"][0]["rows"]]
+    lines = [f"| {peers['title']}, ms | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
+    for table in peers["tables"]:
+        times = [row["ms"] for row in table["rows"]]
+        cells = [f"**{cell(ms)}**" if ms == min(times) else cell(ms) for ms in times]
+        lines.append(f"| {table['title']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "; ".join([peers["machine"], *peers["notes"]]),
+        "",
+        "| idea | what it shows | from |",
+        "|---|---|---|",
+    ]
     for script, written in figures.items():
         ideas = [table for table in written["tables"] if table["idea"]]
         lines += [f"| {table['idea']} | {table['shows']} | `{script}`: {table['title']} |" for table in ideas]
-    return "\n".join([*lines, "", next(iter(figures.values()))["machine"]])
+    return "\n".join(lines)
 
 
 def main(arguments=None):
@@ -65,9 +65,8 @@ def main(arguments=None):
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     elif arguments.readme:
-        between = re.compile("(<!-- figures -->\n).*(<!-- end of figures -->)", re.DOTALL)
-        text = between.sub(lambda match: f"{match[1]}{markdown(figures)}\n{match[2]}", README.read_text())
-        README.write_text(text)
+        before, mark, _ = README.read_text().partition("<!-- figures: what follows is written by the command above -->")
+        README.write_text(f"{before}{mark}\n\n{markdown(figures)}\n")
     return 1 if failed else 0
 
 

@@ -16,20 +16,10 @@ import math
 
 import numpy as np
 
-from benchmarks.harness import Report, load_model, name_of, parser, random_ids, ratio, timed
+from benchmarks.harness import Report, load_model, model_of, name_of, parser, random_ids, ratio, timed
 
 SECONDS = {"quick": 3, "full": 60}
-PROMPTS = (128, 512)
-DEPTH = 128
-ROWS = (2, 4, 5, 8, 16)
 STEPS = 16
-
-
-def filled_cache(model, depth, more, batch=1):
-    """A cache whose rows hold `depth` tokens, with room for `more`."""
-    cache = model.new_cache(batch, depth + more)
-    model.forward(random_ids(model.config, batch, depth), cache)
-    return cache
 
 
 def prompt_flops(config, n_tokens):
@@ -44,7 +34,7 @@ def measure_prompts(report, model):
     size = 512 if report.quick else 2048
     a, b, out = (np.full((size, size), 0.5, np.float32) for _ in range(3))
     cases, flops = {"sgemm": lambda: np.matmul(a, b, out=out)}, {"sgemm": 2 * size**3}
-    for n_tokens in sorted({min(n_tokens, model.config.n_positions) for n_tokens in PROMPTS}):
+    for n_tokens in sorted({min(n_tokens, model.config.n_positions) for n_tokens in (128, 512)}):
         case, ids = f"pp{n_tokens}", random_ids(model.config, 1, n_tokens)
         cases[case] = lambda ids=ids: model.forward(ids, model.new_cache(1, ids.size))
         flops[case] = prompt_flops(model.config, n_tokens)
@@ -60,9 +50,8 @@ def measure_prompts(report, model):
         }
 
     def shows(timings):
-        row = extra(case, timings)  # the longest
-        shares = f"{row['of sgemm']:.0%} of a large matrix product's rate, {row['of sgemm, cpu']:.0%} in processor time"
-        return f"{case} runs at {shares}."
+        wall, cpu = (extra(case, timings)[share] for share in ("of sgemm", "of sgemm, cpu"))  # of the longest prompt
+        return f"{case} runs at {wall:.0%} of a large matrix product's rate, {cpu:.0%} in processor time."
 
     report.table("Prompts", cases, shows, extra, idea="a prompt in one pass")
 
@@ -74,13 +63,14 @@ def step_bytes(config):
 
 
 def measure_steps(report, model):
-    depth = min(DEPTH, model.config.n_positions - STEPS)
+    depth = min(128, model.config.n_positions - STEPS)
     matrix, vector = np.ones((10_000 if report.quick else 100_000, 1000), np.float32), np.ones(1000, np.float32)
     cases, n_tokens = {"gemv": lambda: matrix @ vector}, {}
 
     def add(case, batch, length, times):
         """times passes over `length` tokens of each row; those of single tokens follow each other."""
-        ids, cache = random_ids(model.config, batch, length), filled_cache(model, depth, max(length, STEPS), batch)
+        ids, cache = random_ids(model.config, batch, length), model.new_cache(batch, depth + max(length, STEPS))
+        model.forward(random_ids(model.config, batch, depth), cache)
 
         def step():
             if length > 1:
@@ -95,7 +85,7 @@ def measure_steps(report, model):
 
     one = f"tg{STEPS} @ d{depth}"
     add(one, 1, 1, STEPS)
-    for k in ROWS:
+    for k in (2, 4, 5, 8, 16):
         add(f"batch of {k}", k, 1, STEPS)
         add(f"verify {k} tokens", 1, k, 4)
 
@@ -119,8 +109,8 @@ def measure_steps(report, model):
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=10).parse_args(arguments)
-    report = Report(f"Forward passes of {name_of(arguments)}, float32", arguments, SECONDS)
-    model, _ = load_model(arguments)
+    report = Report(f"Forward passes of {name_of(model_of(arguments))}, float32", arguments, SECONDS)
+    model, _ = load_model(model_of(arguments))
     measure_prompts(report, model)
     measure_steps(report, model)
 

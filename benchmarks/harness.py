@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,22 +84,18 @@ def parser(description, repetitions, model=True, plot=False):
 # ---------------------------------------------------------------------------------------- models
 
 
-def shape_of(arguments):
-    """The shape of random weights that the options ask for, or None if they ask for a checkpoint."""
-    return arguments.shape or (None if arguments.model or arguments.quick else "gpt2")
+def model_of(arguments):
+    """The model that the options ask for: a shape of random weights or a checkpoint's folder."""
+    return arguments.shape or arguments.model or (checkpoint("fairytale") if arguments.quick else "gpt2")
 
 
-def name_of(arguments):
-    """The model that the options ask for, in words, for a title."""
-    shape = shape_of(arguments)
-    return f"random weights of {shape}'s shape" if shape else arguments.model.name if arguments.model else "fairytale"
+def name_of(model):
+    """A shape or a checkpoint's folder in words, for a title."""
+    return f"random weights of {model}'s shape" if model in SHAPES else model.name
 
 
 def random_parameters(config):
-    """Weights before training: normal with standard deviation 0.02, layer norms 1, biases 0.
-
-    Pairs of name and float32 array, one at a time, so that a model can lay out each and drop it.
-    """
+    """Weights before training, one after the other: normal with standard deviation 0.02, layer norms 1, biases 0."""
     rng = np.random.default_rng(0)
     for name, shape in config.parameter_shapes().items():
         if len(shape) == 1:
@@ -109,31 +104,24 @@ def random_parameters(config):
             yield name, rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
-def random_model(shape):
-    """(model, tokenizer) of random weights; the tokenizer is GPT-2's."""
-    config = minigen.GPT2Config(**SHAPES[shape])
+def load_model(name):
+    """(model, tokenizer): of random weights and GPT-2's tokenizer if it names a shape, else as `minigen.load`."""
+    if name not in SHAPES:
+        return minigen.load(name)
+    config = minigen.GPT2Config(**SHAPES[name])
     tokenizer = minigen.Tokenizer.from_folder(GPT2_VOCABULARY, config.vocab_size)
     return minigen.GPT2(config, random_parameters(config)), tokenizer
 
 
-def load_model(arguments):
-    """(model, tokenizer) that the options ask for."""
-    shape = shape_of(arguments)
-    return random_model(shape) if shape else minigen.load(arguments.model or "fairytale")
-
-
-def checkpoint_of(arguments, folder):
-    """The checkpoint's folder that the options ask for; random weights are written to `folder`."""
-    shape = shape_of(arguments)
-    if not shape:
-        return arguments.model or checkpoint("fairytale")
-    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
+def checkpoint_of(model, folder):
+    """The folder of a checkpoint, which for a shape of random weights is written to `folder`."""
+    if model not in SHAPES:
+        return model
+    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[model]}
     (folder / "config.json").write_text(json.dumps(described))
-    parameters = random_parameters(minigen.GPT2Config(**SHAPES[shape]))
-    save_file(dict(parameters), folder / "model.safetensors", {"format": "pt"})
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(GPT2_VOCABULARY / name, folder)
-    return folder
+    parameters = dict(random_parameters(minigen.GPT2Config(**SHAPES[model])))
+    save_file(parameters, folder / "model.safetensors", {"format": "pt"})
+    return shutil.copytree(GPT2_VOCABULARY, folder, dirs_exist_ok=True)
 
 
 def config_of(folder):
@@ -175,11 +163,10 @@ def measure(cases, repetitions, warm_up=1, progress=lambda *_: None):
     names = [*cases] * (warm_up + repetitions)
     for i, name in enumerate(names):
         progress(name, i, len(names))
-        returned = []
-        pair = timed(lambda name=name, returned=returned: returned.append(cases[name]()))
-        if isinstance(returned[0], float | tuple):
-            pair = returned[0] if isinstance(returned[0], tuple) else (returned[0], None)
-        seconds[name].append(pair)
+        start = time.perf_counter(), time.process_time()
+        own = cases[name]()
+        pair = time.perf_counter() - start[0], time.process_time() - start[1]
+        seconds[name].append(own if isinstance(own, tuple) else (own, None) if isinstance(own, float) else pair)
     timings = {}
     for name, pairs in seconds.items():
         wall, cpu = zip(*pairs[warm_up:], strict=True)
@@ -221,14 +208,19 @@ def cell(value):
 class Report:
     """The tables of one benchmark: each is printed as soon as it is measured, and saved with `--json`."""
 
-    def __init__(self, title, arguments, seconds, notes=()):
+    def __init__(self, title, arguments, seconds):
         """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
         self.quick, self.json = arguments.quick, arguments.json
-        self.repetitions = arguments.repetitions or (2 if self.quick else arguments.default_repetitions)
-        self.figures = {"title": title, "machine": machine(), "notes": list(notes), "tables": []}
+        self.repetitions = arguments.repetitions or (1 if self.quick else arguments.default_repetitions)
+        self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}
         run = "quick" if self.quick else "full"
-        print(title, self.figures["machine"], *notes, sep="\n")
-        print(f"a {run} run takes about {duration(seconds[run])} on two cores with its default model", flush=True)
+        takes = f"a {run} run takes about {duration(seconds[run])} on two cores with its default model"
+        print(title, self.figures["machine"], takes, sep="\n", flush=True)
+
+    def note(self, sentence):
+        """Print a sentence that belongs to the figures, and save it with them."""
+        print(sentence, flush=True)
+        self.figures["notes"].append(sentence)
 
     def table(self, title, cases, shows, extra, idea=None, once=False):
         """Measure cases, print a table and a sentence; returns the rows.
@@ -264,19 +256,3 @@ class Report:
         if self.json:
             self.json.write_text(json.dumps(self.figures, indent=1))
         return rows
-
-
-@contextmanager
-def plot(file, title, panels=1):
-    """Gives matplotlib axes to draw on, a list of `panels` next to each other, then writes them to `file`."""
-    # Imported here because no other part of a benchmark needs it, and drawing without a screen needs this backend.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, panels, figsize=(1.5 + 3 * panels, 4), layout="constrained", squeeze=False)
-    figure.suptitle(title)
-    yield list(axes[0])
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

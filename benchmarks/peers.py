@@ -7,10 +7,9 @@
     batch of 4      the same for four prompts in one batch
     start           from process start to the first token, with the checkpoint in the system's file cache
 
-"ratio" is minigen's time as a multiple of the engine's: below 1 minigen is faster. "same tokens" says how many of the
-chosen tokens are those of minigen. Each engine runs in a process of its own, through the fastest calls of its public
-interface. Their files are made by their own packages; llama.cpp's converter is not in a package, so its file is written
-with the names and the vocabulary reader of the gguf package. Engines that are not installed are left out.
+"ratio" is minigen's time as a multiple of the engine's: below 1 minigen is faster. "same tokens" counts the tokens that
+are those of minigen. Each engine has a process of its own and is called in the fastest way that its public interface
+has. Engines that are not installed are left out. No package has llama.cpp's converter: gguf gives names and vocabulary.
 """
 
 import json
@@ -25,13 +24,11 @@ from pathlib import Path
 import numpy as np
 
 import minigen
-from benchmarks.harness import Report, checkpoint_of, config_of, count, name_of, parser, random_ids, ratio
+from benchmarks.harness import Report, checkpoint_of, config_of, count, model_of, name_of, parser, random_ids, ratio
 from benchmarks.startup import FIRST_TOKEN, PROMPT, run_script
 
 SECONDS = {"quick": 60, "full": 240}
 PAUSE = 0.2  # seconds between engines: the threads of some BLAS libraries keep spinning for 0.12 s after their work
-
-# ---------------------------------------------------------------------------------------- engines
 
 
 class Minigen:
@@ -85,25 +82,27 @@ print(int(model.generate(**ids, do_sample=False, max_new_tokens=1)[0, -1]), flus
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def begin(self, prompts, steps):
-        output = self.model(self.tensor(prompts), use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        cache = None
 
-        def step(tokens):
-            output = self.model(self.tensor(tokens[:, None]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        def step(ids):
+            nonlocal cache
+            output = self.model(self.tensor(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
             return output.logits[:, -1].numpy()
 
-        return output.logits[:, -1].numpy(), step
+        return step(prompts), lambda tokens: step(tokens[:, None])
 
 
 class CTranslate2(Minigen):
-    """Its loop gives out tokens only, and is timed by its callback. It has no tokenizer: its script gets tokens."""
+    """Its loop gives out tokens only, and is timed by its callback. It has no tokenizer."""
 
     packages = ("ctranslate2", "transformers", "torch")
     start_script = """
 import sys, ctranslate2
 path, text, threads = sys.argv[1:]
 generator = ctranslate2.Generator(path, compute_type="float32", intra_threads=int(threads))
-result = generator.generate_batch([text.split(" ")], max_length=1, include_prompt_in_result=False)
+tokens = text.replace(" ", " \u0120").split(" ")  # each word of this text is a token
+result = generator.generate_batch([tokens], max_length=1, include_prompt_in_result=False)
 print(result[0].sequences_ids[0][0], flush=True)
 """
 
@@ -151,22 +150,17 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         config, writer = config_of(folder), gguf.GGUFWriter(path, "gpt2")
-        for name, value in {
-            "context_length": config.n_positions,
-            "embedding_length": config.n_embd,
-            "block_count": config.n_layer,
-            "feed_forward_length": config.n_inner or 4 * config.n_embd,
-            "head_count": config.n_head,
-            "layer_norm_eps": config.layer_norm_epsilon,
-            "file_type": gguf.LlamaFileType.ALL_F32,
-            "tokenizer_model": "gpt2",
-            "tokenizer_pre": "gpt-2",
-        }.items():
-            getattr(writer, f"add_{name}")(value)
+        writer.add_context_length(config.n_positions)
+        writer.add_embedding_length(config.n_embd)
+        writer.add_block_count(config.n_layer)
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_head_count(config.n_head)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
         vocab = sorted(AutoTokenizer.from_pretrained(folder).get_vocab().items(), key=lambda item: item[1])
         writer.add_token_list([token for token, _ in vocab])
-        kinds = gguf.TokenType
-        writer.add_token_types([kinds.CONTROL if id in config.eos_ids else kinds.NORMAL for _, id in vocab])
+        writer.add_token_types([3 if token in config.eos_ids else 1 for _, token in vocab])  # control, normal
         gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
         for name, tensor in AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict().items():
@@ -183,7 +177,6 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
         import llama_cpp
 
         self.api = api = llama_cpp
-        api.llama_backend_init()
         model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         options = api.llama_context_default_params()
         options.n_seq_max = 4
@@ -220,35 +213,42 @@ print(next(model.generate(model.tokenize(text.encode(), add_bos=False), temp=0))
 ENGINES = {"minigen": Minigen, "transformers": Transformers, "CTranslate2": CTranslate2, "llama.cpp": LlamaCpp}
 
 
+def new_worker():
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=silence)
+
+
 def silence():
     """Discard what libraries print in a worker process."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
-def prepare(name, checkpoint, path, threads):
-    """Load an engine in its worker process, and convert the checkpoint for it if it needs that; its path."""
+def load(name, path, threads):
     global engine
-    if ENGINES[name].convert:
-        ENGINES[name].convert(checkpoint, path)
-        checkpoint = path
-    engine = ENGINES[name](checkpoint, threads)
-    return checkpoint
+    engine = ENGINES[name](path, threads)
 
 
 def run(prompts, steps):
     return engine.run(prompts, steps)
 
 
-# ---------------------------------------------------------------------------------------- tables
+def start_worker(name, checkpoint, path, threads):
+    """(a worker process in which an engine is loaded, the path of the files it reads)."""
+    if ENGINES[name].convert:
+        with new_worker() as converter:  # a process of its own, because it loads other libraries
+            converter.submit(ENGINES[name].convert, checkpoint, path).result()
+        checkpoint = path
+    worker = new_worker()
+    worker.submit(load, name, checkpoint, threads).result()
+    return worker, checkpoint
 
 
-def compare(report, case, calls):
-    """A table with a row per engine. calls: engine -> callable: (tokens, seconds)."""
+def compare(report, case, names, call):
+    """A table with a row per engine. call: name -> (tokens, seconds)."""
     tokens = {}
 
-    def call(name):
-        tokens[name], seconds = calls[name]()
+    def seconds(name):
+        tokens[name], seconds = call(name)
         return seconds
 
     def extra(name, timings):
@@ -256,41 +256,10 @@ def compare(report, case, calls):
         return {"ratio": ratio(timings, "minigen", name), "same tokens": f"{same} of {np.size(tokens[name])}"}
 
     def shows(timings):
-        ratios = [f"{ratio(timings, 'minigen', name):.2f} of {name}'s" for name in calls]
-        return f"minigen's time is {', '.join(ratios[1:]) or 'compared with none'}."
+        ratios = [f"{ratio(timings, 'minigen', name):.2f} times that of {name}" for name in names]
+        return f"minigen's time is {', '.join(ratios[1:]) or 'compared with no other'}."
 
-    report.table(case, {name: lambda name=name: call(name) for name in calls}, shows, extra)
-
-
-def measure_calls(report, pools, config):
-    steps = 4 if report.quick else 16
-    prompts = random_ids(config, 4, min(512, config.n_positions)).tolist()
-    depth = min(128, config.n_positions - steps - 1)
-
-    def call(pool, prompts, steps):
-        time.sleep(0 if report.quick else PAUSE)
-        tokens, *seconds = pool.submit(run, prompts, steps).result()
-        return tokens, seconds[steps > 0]
-
-    cases = {f"pp{length}": ([prompts[0][:length]], 0) for length in (128, len(prompts[0]))}
-    for batch, label in ((1, ""), (4, ", batch of 4")):
-        cases[f"tg{steps} @ d{depth}{label}"] = [ids[:depth] for ids in prompts[:batch]], steps
-    for case, asked in cases.items():
-        compare(report, case, {name: lambda pool=pool: call(pool, *asked) for name, pool in pools.items()})  # noqa: B023
-
-
-def measure_starts(report, paths, checkpoint, threads):
-    tokenizer = minigen.Tokenizer.from_folder(checkpoint, config_of(checkpoint).vocab_size)
-
-    def start(name):
-        text = PROMPT
-        if name == "CTranslate2":
-            spellings = json.loads((paths[name] / "vocabulary.json").read_text(encoding="utf-8"))
-            text = " ".join(spellings[token] for token in tokenizer.encode(PROMPT))
-        (token, *_), seconds = run_script(ENGINES[name].start_script, paths[name], text, threads)
-        return token, seconds
-
-    compare(report, "start", {name: lambda name=name: start(name) for name in paths})
+    report.table(case, {name: lambda name=name: seconds(name) for name in names}, shows, extra)
 
 
 def main(arguments=None):
@@ -302,28 +271,39 @@ def main(arguments=None):
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    report = Report(f"{name_of(model_of(arguments))}, float32, {threads} threads", arguments, SECONDS)
 
-    notes, pools, paths = [f"{threads} threads"], {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        (folder / "minigen").mkdir()
-        checkpoint = checkpoint_of(arguments, folder / "minigen")
+        (made := Path(folder, "checkpoint")).mkdir()
+        checkpoint = checkpoint_of(model_of(arguments), made)
+        workers, paths = {}, {}
         for name in ENGINES:
-            pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=silence)
             try:
-                notes += [f"{package} {version(package)}" for package in ENGINES[name].packages]
-                paths[name] = pool.submit(prepare, name, checkpoint, folder / name, threads).result()
-                pools[name] = pool
+                report.note(", ".join([name, *(f"{x} {version(x)}" for x in ENGINES[name].packages)]))
+                workers[name], paths[name] = start_worker(name, checkpoint, Path(folder, name), threads)
             except Exception as error:  # it is not installed, or does not run this model
-                if name == "minigen":
-                    raise
-                notes.append(f"{name} is left out: {error}")
-        title = f"{name_of(arguments)}, float32, {threads} threads"
-        report = Report(title, arguments, SECONDS, [", ".join(dict.fromkeys(notes))])
-        measure_calls(report, pools, config_of(checkpoint))
-        for pool in pools.values():
-            pool.shutdown()
-        measure_starts(report, paths, checkpoint, threads)
+                report.note(f"{name} is left out: {error}")
+        config, steps = config_of(checkpoint), 4 if report.quick else 16
+        prompts = random_ids(config, 4, min(512, config.n_positions)).tolist()
+        depth = min(128, config.n_positions - steps - 1)
+        cases = {f"pp{length}": ([prompts[0][:length]], 0) for length in (128, len(prompts[0]))}
+        cases[f"tg{steps} @ d{depth}"] = [prompts[0][:depth]], steps
+        cases[f"tg{steps} @ d{depth}, batch of 4"] = [ids[:depth] for ids in prompts], steps
+
+        def generate(name, case):
+            time.sleep(0 if report.quick else PAUSE)
+            tokens, prompt_seconds, step_seconds = workers[name].submit(run, *cases[case]).result()
+            return tokens, step_seconds if "tg" in case else prompt_seconds
+
+        def start(name):
+            (token, *_), seconds = run_script(ENGINES[name].start_script, paths[name], PROMPT, threads)
+            return int(token), seconds
+
+        for case in cases:
+            compare(report, case, workers, lambda name, case=case: generate(name, case))
+        for worker in workers.values():
+            worker.shutdown()
+        compare(report, "start", workers, start)
 
 
 if __name__ == "__main__":

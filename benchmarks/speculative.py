@@ -4,25 +4,22 @@
     python -m benchmarks.speculative --models gpt2-large --acceptance 0.7 0.8
 
 ms are per token after the prompt, k is the number of drafts for each pass of the target, "gain" is the speed as a
-multiple of plain decoding's. Texts are sampled at temperature 0.7 and the default top-p unless a row says otherwise.
+multiple of plain decoding's. "% accepted" counts all drafts; with k=1 each of them is the first of its pass.
 
-1. The bundled pair, fairytale drafted by distilfairytale, with each rule. "% accepted" counts all drafts; with k=1 each
-   of them is the first of its pass.
+1. The bundled pair, fairytale drafted by distilfairytale, with each rule.
 2. Models of a shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, dear ones for a small one.
    The acceptance rate is given, from 0 to 1. With --quick the bundled pair replaces the shapes.
 3. N-gram drafts for the first of the targets: on a text that copies its prompt, on a fresh text without any repeated
    token, and on one that shuffles its prompt's tokens, for which most drafts are wrong.
 
 Random weights accept almost no drafts and copy nothing. So in 2 and 3 the models compute in full, and then their logits
-are made certain of a given text's next token. For a share of its tokens, drawn at random, the draft is made certain of
-another one: it pays its real cost, and its acceptance rate is known.
+are made certain of a given text's next token, the draft's of another one for a random share of the tokens: it pays its
+real cost, and its acceptance rate is known.
 """
-
-import argparse
 
 import numpy as np
 
-from benchmarks.harness import SHAPES, Report, parser, random_model, ratio
+from benchmarks.harness import SHAPES, Report, load_model, parser, ratio
 from minigen import SpeculationConfig, generate, load
 
 SECONDS = {"quick": 12, "full": 1500}
@@ -34,19 +31,16 @@ STORIES = (
 ).split("/")
 
 
-def supported(name, *values):
-    """Those of the values that this version accepts for an option of speculation, each as {name: value}."""
-    accepted = []
-    for value in values:
-        try:
-            SpeculationConfig(**{name: value})
-            accepted.append({name: value})
-        except (TypeError, ValueError):
-            pass
-    return accepted
+def accepts(**option):
+    """Whether this version has such an option of speculation with such a value."""
+    try:
+        return bool(SpeculationConfig(**option))
+    except (TypeError, ValueError):
+        return False
 
 
-RULES = supported("speculation_rule", "coupled", "rejection") or [{}]  # the default comes first
+# The default comes first.
+RULES = [{"speculation_rule": rule} for rule in ("coupled", "rejection") if accepts(speculation_rule=rule)] or [{}]
 
 
 def compare(report, title, groups, lengths, write, idea):
@@ -95,17 +89,14 @@ def measure_pair(report):
     lengths = (1, "auto") if report.quick else (1, 2, 4, "auto")
     stories, new = (STORIES[:2], 16) if report.quick else (STORIES, 64)
     (model, tokenizer), draft = load("fairytale"), load("distilfairytale")
-    groups = {", ".join(["temperature 0.7", *rule.values()]): {"temperature": 0.7, **rule} for rule in RULES}
-    groups["temperature 0"] = {"temperature": 0}  # the texts are the same with either rule
+    groups = {", ".join(["temperature 0.7", *rule.values()]): (0.7, rule) for rule in RULES}
+    groups["temperature 0"] = 0, {}  # the texts are the same with either rule
 
     def write(group, k):
-        options = (
-            groups[group] | {"draft_model": draft, "num_draft_tokens": k}
-            if k
-            else {"temperature": groups[group]["temperature"]}
-        )
-        runs = [generate(model, tokenizer, x, max_tokens=new, seed=i, **options) for i, x in enumerate(stories)]
-        return [done for (done,) in runs]
+        temperature, rule = groups[group]
+        options = {"draft_model": draft, "num_draft_tokens": k, **rule} if k else {}
+        options |= {"temperature": temperature, "max_tokens": new}
+        return [generate(model, tokenizer, x, seed=i, **options)[0] for i, x in enumerate(stories)]
 
     title = f"fairytale drafted by distilfairytale, {len(stories)} stories of {new} tokens"
     compare(report, title, groups, lengths, write, "speculative decoding, bundled pair")
@@ -116,8 +107,8 @@ class Scripted:
 
     script = None
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, name):
+        self.model, self.tokenizer = load_model(name)
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -130,23 +121,17 @@ class Scripted:
         return logits
 
 
-def scripted(name):
-    """(`Scripted` of random weights of a shape or of a bundled model, tokenizer)."""
-    model, tokenizer = random_model(name) if name in SHAPES else load(name)
-    return Scripted(model), tokenizer
-
-
 def fresh_ids(config, count):
     """Different ids, none of which ends a text, in a random order."""
     ids = np.setdiff1d(np.arange(config.vocab_size), config.eos_ids)
     return np.random.default_rng(0).permutation(ids)[:count].tolist()
 
 
-def follow(target, tokenizer, text, **options):
+def follow(target, text, **options):
     """The completions of a text's prompt, which are the rest of the text."""
     target.script = text
     options |= {"max_tokens": len(text) - PROMPT, "temperature": 0.7, "seed": 0}
-    done = generate(target, tokenizer, [text[:PROMPT]], **options)
+    done = generate(target, target.tokenizer, [text[:PROMPT]], **options)
     if done[0].token_ids != text[PROMPT:]:
         raise RuntimeError("the model did not write the text that its logits are certain of")
     return done
@@ -159,60 +144,53 @@ def draft_script(text, acceptance):
     return text[:PROMPT] + np.where(right, rest, np.roll(rest, 1)).tolist()  # all tokens differ, so this is another
 
 
-def measure_acceptance(report, name, target, draft_name, draft, tokenizer, acceptances, new):
+def measure_acceptance(report, name, target, draft_name, draft, acceptances, new):
     text = fresh_ids(target.config, PROMPT + new)
     groups = {f"acceptance {a:g}": draft_script(text, a) for a in acceptances}
 
     def write(group, k):
         draft.script = groups[group]
-        return follow(
-            target, tokenizer, text, **({"draft_model": (draft, tokenizer), "num_draft_tokens": k} if k else {})
-        )
+        options = {"draft_model": (draft, draft.tokenizer), "num_draft_tokens": k} if k else {}
+        return follow(target, text, **options)
 
     lengths = (1, 4, "auto") if report.quick else (1, 2, 4, 8, "auto")
     title = f"{name} drafted by {draft_name}, {new} tokens, by acceptance rate"
     compare(report, title, groups, lengths, write, f"speculative decoding, {name} by {draft_name}")
 
 
-def measure_ngrams(report, name, target, tokenizer, new):
+def measure_ngrams(report, name, target, new):
     fresh = fresh_ids(target.config, PROMPT + new)
     prompt = fresh[:PROMPT]
     shuffled = np.random.default_rng(0).choice(prompt, new).tolist()
     groups = {"copied": prompt + np.resize(prompt, new).tolist(), "fresh": fresh, "shuffled": prompt + shuffled}
 
     def write(group, k):
-        return follow(target, tokenizer, groups[group], prompt_lookup_num_tokens=k)
+        return follow(target, groups[group], prompt_lookup_num_tokens=k)
 
-    lengths = [x["prompt_lookup_num_tokens"] for x in supported("prompt_lookup_num_tokens", 2, 4, 8, "auto")]
+    lengths = [k for k in ((4, "auto") if report.quick else (2, 4, 8, "auto")) if accepts(prompt_lookup_num_tokens=k)]
     compare(report, f"{name} with n-gram drafts, {new} tokens", groups, lengths, write, "n-gram drafts")
-
-
-def share(text):
-    """The type of a number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
-    return value
 
 
 def main(arguments=None):
     options = parser(__doc__, repetitions=2, model=False)
     options.add_argument("--models", nargs="+", choices=SHAPES, help="the targets; gpt2 gpt2-large by default")
-    options.add_argument("--acceptance", nargs="+", type=share, metavar="A", help="by default 0 0.5 0.7 0.8 0.9 1")
+    options.add_argument("--acceptance", nargs="+", type=float, metavar="A", help="by default 0 0.5 0.7 0.8 0.9 1")
     arguments = options.parse_args(arguments)
+    if not all(0 <= acceptance <= 1 for acceptance in arguments.acceptance or []):
+        options.error(f"argument --acceptance: {arguments.acceptance} are not all from 0 to 1")
     report = Report("Speculative decoding against plain decoding, float32", arguments, SECONDS)
     measure_pair(report)
     names, draft_name, new = arguments.models or ["gpt2", "gpt2-large"], "distilgpt2", 48
     if report.quick and not arguments.models:
         names, draft_name, new = ["fairytale"], "distilfairytale", 16
     acceptances = arguments.acceptance or ([0, 0.7, 1] if report.quick else [0, 0.5, 0.7, 0.8, 0.9, 1])
-    draft, _ = scripted(draft_name)
+    draft = Scripted(draft_name)
     for name in names:
         target = None  # frees the last one before the next is made
-        target, tokenizer = scripted(name)
-        measure_acceptance(report, name, target, draft_name, draft, tokenizer, acceptances, new)
+        target = Scripted(name)
+        measure_acceptance(report, name, target, draft_name, draft, acceptances, new)
         if name == names[0]:
-            measure_ngrams(report, name, target, tokenizer, new)
+            measure_ngrams(report, name, target, new)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Report, checkpoint_of, config_of, name_of, parser
+from benchmarks.harness import Report, checkpoint_of, config_of, model_of, name_of, parser
 
 SECONDS = {"quick": 4, "full": 90}
 PROMPT = "Once upon a time"
@@ -32,7 +32,7 @@ try:
     peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 except OSError:  # macOS counts bytes, other systems kilobytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(imported - start, loaded - imported, peak)
+print(imported - start, loaded - imported, peak / 1e6)
 """
 
 
@@ -53,10 +53,11 @@ def run_script(script, *arguments):
 
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=10).parse_args(arguments)
+    model = model_of(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = checkpoint_of(arguments, Path(folder))
+        checkpoint = checkpoint_of(model, Path(folder))
         weights = 4 * sum(map(np.prod, config_of(checkpoint).parameter_shapes().values())) / 1e6
-        report = Report(f"Start of {name_of(arguments)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
+        report = Report(f"Start of {name_of(model)}, {weights:.0f} MB of float32 weights", arguments, SECONDS)
         inside = []
 
         def first_token():
@@ -64,14 +65,17 @@ def main(arguments=None):
             inside.append([*map(float, figures)])
             return seconds
 
-        def extra(case, timings):
-            imported, loaded, peak = (float(x) for x in np.median(inside, axis=0))
-            return {"import ms": 1000 * imported, "load ms": 1000 * loaded, "peak MB": peak / 1e6}
+        def median():
+            return map(float, np.median(inside, axis=0))
+
+        def extra(*_):
+            imported, loaded, peak = median()
+            return {"import ms": 1000 * imported, "load ms": 1000 * loaded, "peak MB": peak}
 
         def shows(timings):
-            seconds, held = timings["first token"].median / 1000, np.median(inside, axis=0)[2] / 1e6 / weights
+            seconds, (*_, peak) = timings["first token"].median / 1000, median()
             return (
-                f"The first token comes after {seconds:.2f} s; the process holds at most {held:.2f} times its weights."
+                f"The first token comes after {seconds:.2f} s; at most {peak / weights:.2f} times the weights are held."
             )
 
         report.table("Start of a process", {"first token": first_token}, shows, extra, idea="start")

@@ -168,7 +168,8 @@ def stream(
         every = range(len(prompt_ids))
         for batch in [[prompt] for prompt in every] if drafts or beam.num_beams > 1 else [every]:
             prefix = cache if isinstance(cache, PrefixCache) else None
-            run = Run(model, sampling, decoding, hooks, prefix, stop_predicate(tokenizer, decoding.stop))
+            stops = stop_predicate(tokenizer, decoding.stop)
+            run = Run(model, sampling, decoding, speculation, hooks, prefix, stops)
             rows = [Sequence(run, prompt_ids[prompt], prompt, number) for prompt in batch for number in range(n)]
             outputs = {row.index: RowOutput(run, tokenizer) for row in rows}
             tokens = decoder(run, rows)

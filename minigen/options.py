@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from string import Formatter
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
 from minigen.engine.validation import is_int, is_number, short_repr
 
+Function = TypeVar("Function", bound=Callable)
 MAX_COUNT = 10**40  # the largest whole number that an option may be: seeds have up to 128 bits
 
 # ---------------------------------------------------------------------------------------- errors
@@ -435,7 +436,7 @@ def check_options(options, *, drafts=False, cached=False, model=None, tokenizer=
     return Options(sampling, decoding, beam, speculation)
 
 
-def takes_options(function):
+def takes_options(function: Function) -> Function:
     """Decorator: the signature and the docstring of a function that takes **options show each of them."""
     signature = inspect.signature(function)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -448,5 +449,5 @@ def takes_options(function):
         f"{option.help}."
         for name, option in OPTIONS.items()
     ]
-    function.__doc__ = "\n".join([inspect.getdoc(function), "", "Options:", *(f"    {line}" for line in lines)])
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *(f"    {line}" for line in lines)])
     return function

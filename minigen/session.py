@@ -1,8 +1,17 @@
 """Interactive sessions: a text that grows turn by turn, with a K/V cache kept between turns."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from minigen.api import exclusive, stream
 from minigen.engine.decode import PrefixCache, shift_context
-from minigen.options import OptionError, check_options, require
+from minigen.options import OptionError, check_options, require, takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minigen.options import GenerateOptions
 
 
 class Session:
@@ -13,7 +22,8 @@ class Session:
     whole text. Raises what `stream` raises for invalid options.
     """
 
-    def __init__(self, model, tokenizer, *, draft_model=None, **options):
+    @takes_options
+    def __init__(self, model, tokenizer, *, draft_model=None, **options: Unpack[GenerateOptions]):
         checked = check_options(options, drafts=draft_model is not None, model=model, tokenizer=tokenizer)
         n = checked.decoding.num_return_sequences
         require(n == 1, "num_return_sequences", n, "1 in a session, where each text is the beginning of the next")
@@ -36,6 +46,13 @@ class Session:
     @context.setter
     def context(self, ids):
         self.ids = list(ids)
+
+    def copy(self):
+        """A branch: another session with the same text, options and cache contents. Both go on independently."""
+        branch = Session(self.model, self.tokenizer, draft_model=self.draft_model, **self.options)
+        branch.seed, branch.ids = self.seed, list(self.ids)
+        branch.cache = self.cache and self.cache.copy()
+        return branch
 
     def turn(self, text):
         """Add `text`, and yield a `Step` for each token of the model's continuation, the last with the `Completion`.

@@ -17,7 +17,8 @@ from minigen.files.hub import DEFAULT_MODEL
 from minigen.options import BIAS, OPTIONS, SWITCH, Config, Kind, check_conflicts, declared, option, whole
 
 NAME = Kind("a name", lambda value: isinstance(value, str))
-FILE = Kind("the name of a file, or - for stdin", lambda value: isinstance(value, str) and value)
+FILE = Kind("the name of a file", lambda value: isinstance(value, str) and value)
+INPUT = FILE._replace(allowed="the name of a file, or - for stdin")
 STRIDE = whole(1)._replace(contains=is_int)  # its range depends on the model
 MAX_BYTES = 2**26  # the most that is read of a file: no text that fits a model or can be scored in a day is longer
 
@@ -29,9 +30,9 @@ class CommandConfig(Config):
     # fmt: off
     model: str | None = option(None, NAME, "NAME", "model", None, "-m",
         help=f"checkpoint folder, name or Hugging Face Hub id (default {DEFAULT_MODEL})")
-    file: str | None = option(None, FILE, "FILE", "prompt", None, "-f",
+    file: str | None = option(None, INPUT, "FILE", "prompt", None, "-f",
         help="continue the text of a file")
-    prompts_file: str | None = option(None, FILE, "FILE", "prompt",
+    prompts_file: str | None = option(None, INPUT, "FILE", "prompt",
         help="continue each line of a file")
     interactive: bool = option(False, SWITCH, None, "prompt", None, "-i",
         help="read a line, continue it, read the next; /help lists the commands")
@@ -51,7 +52,7 @@ class CommandConfig(Config):
         help="do not print the prompt")
     trace: str | None = option(None, FILE, "FILE", "output",
         help="write a page (HTML) that shows each step of the run")
-    score: str | None = option(None, FILE, "FILE", "output",
+    score: str | None = option(None, INPUT, "FILE", "output",
         help="generate nothing: print the log-probability and perplexity of a file's text")
     stride: int | None = option(None, STRIDE, "N", "output",
         help="with --score: tokens between the starts of two windows (default half the context)")
@@ -186,7 +187,9 @@ def parse(argv):
         # As for argparse, a text with a space and a negative number are not options.
         if re.fullmatch(r"-[^ ]+", text) and not re.fullmatch(r"-\d+|-\d*\.\d+", text):
             flag = text.partition("=")[0]
-            nearest = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0.7)
+            known = parser._option_string_actions
+            nearest = difflib.get_close_matches(flag, known, 1, cutoff=0.7)
+            nearest = nearest or [other for other in known if other.startswith(flag) and len(flag) > 3]
             advice = f"did you mean {nearest[0]}?" if nearest else "to use it as a prompt, put it after --"
             raise ValueError(f"there is no option {flag}: {HINTS.get(flag, advice)} (see minigen --help)")
     return Typed(typed.texts, typed.flags, prompts + argv[end + 1 :])
@@ -223,7 +226,10 @@ def read_options(typed):
             values[name] = not item.default
             continue
         parsed = [item.kind.parse(_decode_argument(text) if item.kind.repeatable else text) for text in texts]
-        values[name] = dict(parsed) if item.kind is BIAS else parsed if item.kind.repeatable else parsed[-1]
+        if item.kind.repeatable:
+            values[name] = dict(parsed) if item.kind is BIAS else parsed
+        else:  # the last one counts
+            values[name] = [item.check(name, value) for value in parsed][-1]
     args = CommandConfig(**{name: values[name] for name in declared(CommandConfig) if name in values})
     check_conflicts(CONFLICTS, values, args)
     return args, {name: value for name, value in values.items() if name in OPTIONS}

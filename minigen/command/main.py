@@ -20,7 +20,7 @@ from minigen.engine.validation import short_repr
 from minigen.files.hub import DEFAULT_MODEL, default_draft, resolve_checkpoint
 from minigen.options import OptionError, check_options, require
 from minigen.session import Session
-from minigen.tracing.recorder import check_file, stream_with_trace
+from minigen.tracing.page import check_file, stream_with_trace
 
 
 def _check_trace(trace, used):
@@ -92,7 +92,11 @@ def run(args, options, typed):
         if coloured and has_colours(sys.stderr):
             print_stderr(legend())
     n = decoding.num_return_sequences
-    completions = output.print_texts(steps, [prompt for prompt in prompts for _ in range(n)], decoding.seed, style)
+    try:
+        completions = output.print_texts(steps, [prompt for prompt in prompts for _ in range(n)], decoding.seed, style)
+    finally:
+        if args.trace is not None and steps.written and not args.quiet:
+            print_stderr(steps.written)
     if decoding.logprobs is not None or args.show_probs:
         if not args.json:
             output.print_logprobs(completions, only_unlikely="logprobs" not in typed.texts)

@@ -77,22 +77,16 @@ class TextWriter:
     def __init__(self, hold):
         self.hold, self.held, self.line_open = hold, "", False
 
-    def add(self, text):
+    def add(self, text, ends=False):
+        """Add to the text. ends: with this, the text is complete."""
         self.held += text
         if text:
             self.line_open = not text.endswith("\n")
-        if not self.hold:
-            self._flush()
-
-    def end(self):
-        """End the line that is open, and write what is held."""
-        self.held += "\n" if self.line_open else ""
-        self.line_open = False
-        self._flush()
-
-    def _flush(self):
-        held, self.held = self.held, ""
-        write(held)
+        if ends and self.line_open:
+            self.held, self.line_open = self.held + "\n", False
+        if ends or not self.hold:
+            held, self.held = self.held, ""
+            write(held)
 
 
 # ---------------------------------------------------------------------------------------- texts
@@ -166,21 +160,21 @@ def print_texts(steps, prompts, seed, style):
         try:
             for step in _in_row_order(steps):
                 done, prompt = step.completion, prompts[step.row]
+                start = ""
+                if step.row != row:
+                    colorizer = TokenColorizer(style.tokenizer) if style.tokenizer else None
+                    start = ("" if row is None else "\n") + (show(prompt) if style.echo else "")
+                    out.line_open, row = style.is_turn and not style.json, step.row
                 if style.json:
-                    out.add(show(_as_json(step, prompt, style.model, seed)) if done else "")
+                    text = show(_as_json(step, prompt, style.model, seed)) if done else ""
                 else:
-                    if step.row != row:
-                        colorizer = TokenColorizer(style.tokenizer) if style.tokenizer else None
-                        out.line_open = style.is_turn
-                        out.add(("" if row is None else "\n") + (show(prompt) if style.echo else ""))
-                        row = step.row
                     step = replace(step, text=show(step.text))
-                    out.add(colorizer.render(step) if colorizer else step.text)
+                    text = start + (colorizer.render(step) if colorizer else step.text)
+                out.add(text, ends=bool(done))
                 if done:
-                    out.end()
                     completions.append(done)
         finally:
-            out.end()
+            out.add("", ends=True)
     return completions
 
 

@@ -100,6 +100,14 @@ class PrefixCache:
     def __repr__(self):
         return f"<PrefixCache: {[len(ids) for ids in self.ids]} ids in {self.kv!r}>"
 
+    def copy(self):
+        """An independent cache with the same contents."""
+        other = PrefixCache(self.model, use_cache=self.use_cache)
+        other.kv = self.kv.copy()
+        other.ids = [list(ids) for ids in self.ids]
+        other.draft = self.draft and self.draft.copy()
+        return other
+
     def feed(self, texts, n_logits=1, hooks=NO_HOOKS):
         """Run what each row's text adds to the ids in the cache; the logits after its last n_logits ids.
 
@@ -180,6 +188,7 @@ class Run:
     model: GPT2
     sampling: Any  # options.SamplingConfig
     config: Any  # options.DecodingConfig
+    speculation: Any = None  # options.SpeculationConfig
     hooks: Hooks = NO_HOOKS
     cache: PrefixCache | None = None  # None: one is made for the prompts, and sized by them and max_tokens
     stops: Callable | None = None  # generated ids -> whether their text holds a stop string

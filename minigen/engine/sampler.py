@@ -103,7 +103,7 @@ class Noise(NamedTuple):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-        return ((z >> np.uint64(11)) + 0.5) * 2.0**-53  # 53 bits, as many as a float64 has
+        return ((z >> np.uint64(12)) + 0.5) * 2.0**-52  # with one bit more, the largest would be rounded to 1
 
     def exponentials(self, tokens):
         """A standard exponential random number per token: int [n] -> float64 [n]."""

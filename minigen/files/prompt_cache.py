@@ -75,7 +75,7 @@ def _bit_sums(param):
     if isinstance(param, Weight):
         n_out, blocks = param.n_out, param.blocks
         if blocks is None:
-            blocks = param.whole[None]  # [n_in, n_out] -> [1, n_in, n_out]
+            blocks = param.dense[None]  # [n_in, n_out] -> [1, n_in, n_out]
     elif param.ndim == 2:
         n_out, blocks = param.shape[1], param[None]
     else:

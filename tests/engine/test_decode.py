@@ -7,12 +7,12 @@ of several tokens) are forced through the public `logits_processors`: see `force
 """
 
 import codecs
-import inspect
 import itertools
 import json
 import math
 import random
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,24 +20,18 @@ import numpy as np
 import pytest
 
 import minigen
-from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
-from minigen.engine.decode import PrefixCache
+from minigen import generate, stream
 from tests.golden.make_logits import stored_params
-from tests.oracles.reference import reference_logits
-from tests.tiny import BYTE_OF_ID, as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.chi_square import assert_follows
+from tests.oracles.models import Tiny, gpt2
+from tests.oracles.reference import reference_logits, reference_logprobs
+from tests.oracles.tiny import BYTE_OF_ID, as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
-WEIGHTS = Path(__file__).resolve().parents[2] / "weights"
-VOCAB, EOS = 257, 256  # the byte vocabulary of tests.tiny: 256 bytes and end-of-text
+VOCAB, EOS = 257, 256  # the byte vocabulary of tests.oracles.tiny: 256 bytes and end-of-text
 TIE = 1e-4  # logits closer than this may change places between float32 and float64
 GREEDY = {"temperature": 0}
 FLAT = {"temperature": 1.0, "top_p": 1.0}
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [9, 9], [200, 3, 77, 100], [42, 17, 8, 99, 3, 250, 7]]  # ragged
-
-
-class Tiny(NamedTuple):
-    config: dict
-    params: dict  # float64, for the reference; the model's own are float32
-    model: GPT2
 
 
 def tiny(seed=0, *, std=0.5, **overrides):
@@ -50,21 +44,13 @@ def tiny(seed=0, *, std=0.5, **overrides):
     params["wpe.weight"] *= np.float32(3)
     for layer in range(config["n_layer"]):
         params[f"h.{layer}.attn.c_proj.weight"] *= np.float32(4)
-    exact = {name: p.astype(float) for name, p in params.items()}
-    return Tiny(config, exact, GPT2(GPT2Config.from_dict(config), params))
+    exact = {name: p.astype(float) for name, p in params.items()}  # so that the reference need not convert them
+    return Tiny(config, exact, gpt2(config, params))
 
 
 @pytest.fixture(scope="module")
-def tok(tmp_path_factory):
-    return Tokenizer.from_folder(write_byte_vocab(tmp_path_factory.mktemp("bytes")), VOCAB)
-
-
-@pytest.fixture(scope="module")
-def fairytale():
-    """(config, float64 params, model, tokenizer) of the bundled model; the first two are read without minigen."""
-    config = json.loads((WEIGHTS / "fairytale" / "config.json").read_text())
-    params = {name: p.astype(float) for name, p in stored_params(WEIGHTS / "fairytale").items()}
-    return config, params, *minigen.load("fairytale")
+def tok(byte_tokenizer):
+    return byte_tokenizer
 
 
 # ---- oracles and helpers -----------------------------------------------------------------------------------------
@@ -147,22 +133,6 @@ def ids_of(completions):
     return [done.token_ids for done in completions]
 
 
-def watch(monkeypatch, model):
-    """The shape of `ids` in every later forward pass of a model, as a list that grows."""
-    shapes, forward = [], model.forward
-
-    def watched(ids, *args, **kwargs):
-        shapes.append(np.shape(ids))
-        return forward(ids, *args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", watched)
-    return shapes
-
-
-def chi_square(observed, expected):
-    return float(((observed - expected) ** 2 / expected).sum())
-
-
 # ---- greedy ids --------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +147,16 @@ def chi_square(observed, expected):
     ids=str,
 )
 def test_greedy_ids_are_the_naive_loops(tok, overrides):
-    """K01, K03: cached steps against the whole text run anew."""
+    """K01, K03: cached steps against the whole text run anew, alone and in a ragged batch."""
     skipped = total = variety = 0
     for seed in range(4):
         t = tiny(seed, n_positions=32, **overrides)
-        for prompt in PROMPTS:
+        batch = generate(t.model, tok, PROMPTS, max_tokens=12, **GREEDY)
+        assert [done.prompt_index for done in batch] == [0, 1, 2, 3, 4]
+        for prompt, in_batch in zip(PROMPTS, batch, strict=True):
             oracle = naive(t.config, t.params, prompt, 12)
             (done,) = generate(t.model, tok, [prompt], max_tokens=12, **GREEDY)
+            assert done.token_ids == in_batch.token_ids
             skipped += left_out(done, oracle)
             total += len(oracle.ids)
             variety += len(set(oracle.ids))
@@ -192,7 +165,9 @@ def test_greedy_ids_are_the_naive_loops(tok, overrides):
 
 
 def test_greedy_ids_of_the_bundled_model(fairytale):
-    config, params, model, tokenizer = fairytale
+    model, tokenizer = fairytale
+    folder = Path(__file__).parents[2] / "weights" / "fairytale"
+    config, params = json.loads((folder / "config.json").read_text()), stored_params(folder)
     prompts = ["Once upon a time", "The old king had a daughter,"]
     skipped = 0
     for prompt, done in zip(prompts, generate(model, tokenizer, prompts, max_tokens=6, **GREEDY), strict=True):
@@ -232,9 +207,9 @@ def test_penalties_see_prompt_and_output_as_documented(tok):
 
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 3}, {"seed": 4, **FLAT}], ids=str)
 @pytest.mark.parametrize("context", [{}, {"window": 4}, {"context_shift": True, "keep": 2}], ids=str)
-def test_cache_and_naive_loop_give_the_same_ids(tok, monkeypatch, options, context):
+def test_cache_and_naive_loop_give_the_same_ids(tok, watch, options, context):
     t = tiny(1)
-    shapes = watch(monkeypatch, t.model)
+    shapes = watch(t.model)
     options = dict(options, max_tokens=25, num_return_sequences=2, ignore_eos=True, **context)
     with_cache = generate(t.model, tok, PROMPTS, **options)
     n_cached = sum(rows * length for rows, length in shapes)
@@ -246,18 +221,6 @@ def test_cache_and_naive_loop_give_the_same_ids(tok, monkeypatch, options, conte
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------
-
-
-def test_a_greedy_row_of_a_ragged_batch_is_the_prompt_alone(tok):
-    for seed in range(4):
-        t = tiny(seed)
-        batch = generate(t.model, tok, PROMPTS, max_tokens=12, **GREEDY)
-        assert [done.prompt_index for done in batch] == [0, 1, 2, 3, 4]
-        skipped = 0
-        for prompt, done in zip(PROMPTS, batch, strict=True):
-            assert generate(t.model, tok, [prompt], max_tokens=12, **GREEDY)[0].token_ids == done.token_ids
-            skipped += left_out(done, naive(t.config, t.params, prompt, 12))
-        assert skipped <= 12
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -274,9 +237,9 @@ def test_a_sampled_row_does_not_depend_on_the_rest_of_its_batch(tok, n):
     assert len({tuple(ids) for ids in ids_of(batch)}) == 5 * n
 
 
-def test_finished_rows_leave_the_batch(tok, monkeypatch):
+def test_finished_rows_leave_the_batch(tok, watch):
     t = tiny()
-    shapes = watch(monkeypatch, t.model)
+    shapes = watch(t.model)
     scripts = force([EOS], [7, 7, 7, EOS], [7] * 5)
     done = generate(t.model, tok, [[0], [1], [2]], max_tokens=5, logits_processors=scripts)
     assert ids_of(done) == [[EOS], [7, 7, 7, EOS], [7] * 5]
@@ -302,9 +265,9 @@ def test_rows_that_stay_go_on_undisturbed(tok):
     assert skipped <= 14
 
 
-def test_num_return_sequences(tok, monkeypatch):
+def test_num_return_sequences(tok, watch):
     t = tiny(1)
-    shapes = watch(monkeypatch, t.model)
+    shapes = watch(t.model)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     done = generate(t.model, tok, prompts, num_return_sequences=3, max_tokens=6, seed=2, ignore_eos=True, **FLAT)
     assert [d.prompt_index for d in done] == [0, 0, 0, 1, 1, 1]
@@ -315,13 +278,6 @@ def test_num_return_sequences(tok, monkeypatch):
     for prompt_index, prompt in enumerate(prompts):
         oracle = naive(t.config, t.params, prompt, 6)
         assert sum(left_out(d, oracle) for d in greedy if d.prompt_index == prompt_index) == 0
-
-
-def test_nothing_is_computed_twice(tok, monkeypatch):
-    t = tiny()
-    shapes = watch(monkeypatch, t.model)
-    generate(t.model, tok, [[1, 2, 3, 4]], max_tokens=9, ignore_eos=True, **GREEDY)
-    assert shapes == [(1, 4)] + [(1, 1)] * 8
 
 
 # ---- where a text ends -------------------------------------------------------------------------------------------
@@ -404,10 +360,10 @@ def test_rows_of_a_batch_fill_the_context_one_by_one(tok):
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"use_cache": False}], ids=str)
-def test_a_prompt_too_long_is_refused_before_anything_runs(tok, monkeypatch, max_tokens, options):
+def test_a_prompt_too_long_is_refused_before_anything_runs(tok, watch, max_tokens, options):
     """K08: a prompt longer than the context."""
     t = tiny()
-    shapes = watch(monkeypatch, t.model)
+    shapes = watch(t.model)
     for prompts in ([[1] * 17], "a" * 17, ["ok", "a" * 17]):
         with pytest.raises(ValueError, match=r"prompt \d.*\b17\b.*\b16\b"):
             stream(t.model, tok, prompts, max_tokens=max_tokens, **options)  # at once, not at the first step
@@ -566,9 +522,9 @@ def test_steps(tok):
         assert done.timings.prompt_seconds > 0 and done.timings.seconds >= 0
 
 
-def test_a_stream_computes_no_further_than_it_is_read(tok, monkeypatch):
+def test_a_stream_computes_no_further_than_it_is_read(tok, watch):
     t = tiny()
-    shapes = watch(monkeypatch, t.model)
+    shapes = watch(t.model)
     steps = stream(t.model, tok, [[1, 2]], max_tokens=10, ignore_eos=True)
     assert shapes == []
     next(steps), next(steps)
@@ -619,12 +575,9 @@ def test_draws_are_independent(tok):
     uniform = one_hot(0, 1, 2, 3)
     options = dict(max_tokens=300, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
     ids = np.array(ids_of(generate(t.model, tok, [[9]], num_return_sequences=40, **options)))  # [rows, steps]
-    counts = np.bincount(ids.ravel(), minlength=4)
-    assert abs(counts - 3000).max() < 4 * math.sqrt(12000 * 0.25 * 0.75)
+    assert_follows(Counter(ids.ravel().tolist()), dict.fromkeys(range(4), 1 / 4))
     for pairs in (4 * ids[:, :-1] + ids[:, 1:], 4 * ids[:-1] + ids[1:]):
-        observed = np.bincount(pairs.ravel(), minlength=16)
-        # Independent pairs exceed 40 once in 2,000 times (chi-square, 15 degrees of freedom).
-        assert chi_square(observed, pairs.size / 16) < 40
+        assert_follows(Counter(pairs.ravel().tolist()), dict.fromkeys(range(16), 1 / 16))
 
 
 def test_sampled_tokens_have_the_models_distribution(tok):
@@ -642,14 +595,11 @@ def test_sampled_tokens_have_the_models_distribution(tok):
     assert len(expected) == 9 and min(expected.values()) * n > 5
     options = dict(temperature=0.8, top_k=3, top_p=1.0, seed=0, ignore_eos=True, max_tokens=2)
     ids = [tuple(row) for row in ids_of(generate(t.model, tok, [prompt], num_return_sequences=n, **options))]
-    assert set(ids) <= set(expected)
-    observed = np.array([ids.count(pair) for pair in expected])
-    # Fair draws exceed 32 once in 10,000 times (chi-square, 8 degrees of freedom).
-    assert chi_square(observed, n * np.array(list(expected.values()))) < 32
+    assert_follows(Counter(ids), expected)
 
 
 def test_threads_do_not_disturb_each_other(tok, fairytale):
-    _, _, model, tokenizer = fairytale
+    model, tokenizer = fairytale
     t = tiny(n_positions=128)
     jobs = [
         lambda: generate(model, tokenizer, ["Once", "The old man said"], max_tokens=12, seed=1),
@@ -684,16 +634,15 @@ def test_threads_do_not_disturb_each_other(tok, fairytale):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("n_top", [0, 1, 4, 1000])
+@pytest.mark.parametrize("n_top", [0, 4, 1000])
 def test_logprobs_are_the_models_own(tok, options, n_top):
     """Natural logarithms of the model's probabilities at temperature 1, whatever the token was chosen by."""
     t = tiny(6)
     done = generate(t.model, tok, PROMPTS, max_tokens=5, seed=5, logprobs=n_top, **options)
     for prompt, d in zip(PROMPTS, done, strict=True):
         assert len(d.logprobs) == len(d.token_ids)
-        logits = reference_logits(t.config, t.params, (prompt + d.token_ids)[:-1], options.get("window"))
-        for token, entry, row in zip(d.token_ids, d.logprobs, logits[len(prompt) - 1 :], strict=True):
-            expected = row - row.max() - math.log(np.exp(row - row.max()).sum())
+        rows = reference_logprobs(t.config, t.params, prompt, d.token_ids, options.get("window"))
+        for token, entry, expected in zip(d.token_ids, d.logprobs, rows, strict=True):
             assert (entry.token, entry.text) == (token, tok.decode([token]))
             assert entry.logprob == pytest.approx(expected[token], abs=1e-4)
             tokens, texts, values = zip(*entry.top, strict=True) if entry.top else ((), (), ())
@@ -741,65 +690,14 @@ def test_the_history_holds_what_a_context_shift_dropped(tok):
     assert seen == [(3 + i, 3) for i in range(40)]
 
 
-def test_a_processor_may_change_the_logits_in_place(tok):
+def test_a_step_that_leaves_no_choice_is_an_error_that_names_it(tok):
     t = tiny()
-
-    def in_place(history, logits):
-        logits[:] = -np.inf
-        logits[5] = 0
-        return logits
-
-    (plain,) = generate(t.model, tok, [[1]], max_tokens=1, logprobs=3, **GREEDY)
-    (done,) = generate(t.model, tok, [[1]], max_tokens=1, logprobs=3, logits_processors=[in_place])
-    assert done.token_ids == [5]
-    assert done.logprobs[0].top == plain.logprobs[0].top  # the model's own, not what the processor made of them
-    assert done.logprobs[0].logprob < -0.1
-
-
-def processors_in_other_containers(processor):
-    return [(processor,), [processor], (p for p in [processor])]
-
-
-def test_processors_are_used_or_refused_but_not_lost(tok):
-    t = tiny()
-    for processors in processors_in_other_containers(lambda history, logits: one_hot(5)):
-        try:
-            done = generate(t.model, tok, [[1]], max_tokens=2, logits_processors=processors)
-        except ValueError as error:
-            assert "logits_processors" in str(error)
-        else:
-            assert ids_of(done) == [[5, 5]]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda logits: logits * np.nan,
-        lambda logits: np.where(np.arange(VOCAB) == 3, np.nan, logits),
-        lambda logits: np.full(VOCAB, -np.inf),
-        lambda logits: np.where(np.arange(VOCAB) == 3, np.inf, logits),
-        lambda logits: logits[:-1],
-        lambda logits: np.append(logits, 99.0),
-        lambda logits: np.float32(1.0),
-        lambda logits: None,
-    ],
-    ids=["nan", "one nan", "all banned", "infinite", "too short", "too long", "a number", "nothing"],
-)
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_processor_that_leaves_no_choice_is_an_error(tok, bad, temperature):
-    t = tiny()
-    processor = lambda history, logits: bad(logits) if len(history.ids) == 4 else logits  # noqa: E731
-    steps = stream(t.model, tok, [[1, 2]], temperature=temperature, ignore_eos=True, logits_processors=[processor])
-    assert next(steps).token is not None and next(steps).token is not None
-    with pytest.raises(ValueError, match=r"\b3\b"):  # the third generated token
-        next(steps)
-
-
-def test_bans_that_leave_no_choice_are_an_error(tok):
-    t = tiny()
-    bias = {token: -math.inf for token in range(VOCAB)}
-    with pytest.raises(ValueError, match=r"\b1\b.*every token"):
-        generate(t.model, tok, "a", logit_bias=bias)
+    for bad in (lambda logits: logits * np.nan, lambda logits: np.full(VOCAB, -np.inf), lambda logits: logits[:-1]):
+        processor = lambda history, logits, bad=bad: bad(logits) if len(history.ids) == 4 else logits  # noqa: E731
+        steps = stream(t.model, tok, [[1, 2]], ignore_eos=True, logits_processors=[processor])
+        assert next(steps).token is not None and next(steps).token is not None
+        with pytest.raises(ValueError, match=r"\b3\b"):  # the third generated token
+            next(steps)
 
 
 def test_logit_bias(tok):
@@ -820,14 +718,6 @@ def test_logit_bias(tok):
         adjust=lambda row, *_: np.where(np.arange(VOCAB) == free.token_ids[0], -math.inf, row),
     )
     assert left_out(banned, oracle) == 0
-
-
-@pytest.mark.parametrize("key", ["ab", "é", "", VOCAB, -1, 1.5, None, True], ids=repr)
-def test_logit_bias_names_one_token(tok, key):
-    t = tiny()
-    with pytest.raises(ValueError, match="logit_bias") as error:
-        stream(t.model, tok, "x", logit_bias={key: 1.0})
-    assert repr(key) in str(error.value)
 
 
 # ---- windows and context shifts ----------------------------------------------------------------------------------
@@ -851,10 +741,10 @@ def test_window_far_beyond_the_cache(tok, window):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, size).tolist() for size in (3, 250, 64, 65, 131)]
     batch = generate(t.model, tok, prompts, max_tokens=1000, window=window, ignore_eos=True, **GREEDY)
-    capacity = window + PrefixCache.WINDOW_SLACK
+    capacity = window + 63  # of which 63 are slack for prompts and drafts
     for prompt, done in zip(prompts, batch, strict=True):
         assert (len(done.token_ids), done.finish_reason) == (401 - len(prompt), "context")
-        assert_follows_reference(Tiny(dict(t.config, eos_token_id=None), t.params, t.model), prompt, done, window)
+        assert_follows_reference(t, prompt, done, window)
         # 2 * n_layer * n_head * d_head * capacity * 4 bytes a row: bounded by the window, not by the text.
         assert done.timings.cache_bytes == 5 * 2 * 2 * 4 * 2 * capacity * 4
     (alone,) = generate(t.model, tok, [prompts[1]], max_tokens=30, window=window, ignore_eos=True, **GREEDY)
@@ -1009,126 +899,9 @@ def test_prompts_that_are_none(tok, prompts):
 # ---- options -----------------------------------------------------------------------------------------------------
 
 
-NUMBER = ["1", math.nan, math.inf, -math.inf, True, None, [1]]
-COUNT = ["1", 1.5, math.nan, True, [1], -1]
-FLAG = [0, 1, "yes", None]
-BAD_OPTIONS = {
-    "temperature": [*NUMBER, -1, -1e-9],
-    "top_k": COUNT,
-    "top_p": [*NUMBER, -0.1, 1.1],
-    "min_p": [*NUMBER, -0.1, 1.1],
-    "typical_p": [*NUMBER, 0, -0.1, 1.1],
-    "repetition_penalty": [*NUMBER, 0, -1],
-    "presence_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "no_repeat_ngram_size": COUNT,
-    "min_tokens": COUNT,
-    "ignore_eos": FLAG,
-    "logit_bias": [None, 5, [5], "a"],
-    "logits_processors": [5, [5], abs, [abs, None]],
-    "max_tokens": [*COUNT, None],
-    "stop": ["", [""], ["a", ""], [5], 5, ["a", None], b"a"],
-    "seed": COUNT,
-    "num_return_sequences": [*COUNT, None, 0],
-    "logprobs": COUNT,
-    "use_cache": FLAG,
-    "window": [*COUNT, 0],
-    "context_shift": FLAG,
-    "keep": [*COUNT, None],
-}
-
-
-@pytest.mark.parametrize("name, value", [(n, v) for n, values in BAD_OPTIONS.items() for v in values], ids=repr)
-def test_values_out_of_range(tok, name, value):
-    """S12: fewer than no new tokens, and more at least than at most."""
-    t = tiny()
-    with pytest.raises(ValueError, match=rf"\b{name}\b") as error:
-        stream(t.model, tok, "a", **{name: value})  # at once, not at the first step
-    parts = value if isinstance(value, list) else [value]
-    assert value == b"a" or any(repr(part) in str(error.value) for part in parts)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1", None, True], ids=repr)
-def test_a_bias_out_of_range(tok, value):
-    t = tiny()
-    with pytest.raises(ValueError, match="logit_bias") as error:
-        stream(t.model, tok, "a", logit_bias={97: value})
-    assert repr(value) in str(error.value) and "97" in str(error.value)
-
-
-def test_unknown_options(tok):
-    t = tiny()
-    for options in ({"temprature": 1}, {"eos_ids": (3,)}, {"max_new_tokens": 3}, {"model_": t.model}):
-        with pytest.raises(TypeError, match=next(iter(options))):
-            stream(t.model, tok, "a", **options)
-        with pytest.raises(TypeError, match=next(iter(options))):
-            generate(t.model, tok, "a", **options)
-
-
-def test_options_may_be_numpy_numbers_and_at_their_borders(tok):
-    t = tiny()
-    plain = dict(max_tokens=3, seed=2, top_k=4, top_p=0.5, temperature=0.5, logprobs=2, num_return_sequences=2)
-    wrapped = {name: np.int64(v) if isinstance(v, int) else np.float32(v) for name, v in plain.items()}
-    assert ids_of(generate(t.model, tok, "ab", **wrapped)) == ids_of(generate(t.model, tok, "ab", **plain))
-    for options in ({"top_p": 0}, {"min_p": 1}, {"top_k": 10**9}, {"typical_p": 1e-9}, {"stop": None}, {"stop": []}):
-        assert len(generate(t.model, tok, "ab", max_tokens=2, ignore_eos=True, **options)[0].token_ids) == 2
-
-
-def test_defaults(tok):
-    """What the documentation names, and everything else off."""
-    t = tiny(n_positions=256)
-    named = dict(temperature=0.7, top_p=0.9, max_tokens=100, top_k=0, min_p=0.0, typical_p=1.0, repetition_penalty=1.0)
-    assert ids_of(generate(t.model, tok, "ab", seed=1)) == ids_of(generate(t.model, tok, "ab", seed=1, **named))
-    done = generate(t.model, tok, "ab", ignore_eos=True)
-    assert [(len(d.token_ids), d.logprobs, d.score) for d in done] == [(100, None, None)]
-    assert inspect.signature(generate).parameters.keys() >= {"model", "tokenizer", "prompts", *named}
-
-
 def test_arguments_are_not_changed(tok):
     t = tiny()
     bias, stops, prompts = {"a": 1.0}, ["zz"], [[1, 2], [3]]
     generate(t.model, tok, prompts, logit_bias=bias, stop=stops, max_tokens=5)
     assert (bias, stops, prompts) == ({"a": 1.0}, ["zz"], [[1, 2], [3]])
     assert all(np.array_equal(t.params[name], p) for name, p in as_stored(t.model).items())
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        ("top_k", np.uint8(2)),
-        ("max_tokens", np.int8(100)),
-        ("num_return_sequences", np.uint8(130)),
-        ("window", np.int8(9)),
-    ],
-)
-def test_numpy_numbers_do_not_overflow(tok, option, value):
-    t = tiny(n_positions=200)
-    prompts = [[1] * 100, [2] * 90]
-    options = {"max_tokens": 2, "temperature": 1.5, "top_p": 1.0, "seed": 3}
-    ours = generate(t.model, tok, prompts, **options | {option: value})
-    plain = generate(t.model, tok, prompts, **options | {option: int(value)})
-    assert ids_of(ours) == ids_of(plain)
-    assert [done.timings.cache_bytes for done in ours] == [done.timings.cache_bytes for done in plain]
-
-
-def test_what_a_cache_cannot_do_is_refused():
-    t, other = tiny(), tiny(n_layer=3)
-    for bad in (2.5, True, 0, -1):
-        with pytest.raises(ValueError, match="window"):
-            t.model.new_cache(1, 10, bad)
-        with pytest.raises(ValueError, match="capacity"):
-            t.model.new_cache(1, bad)
-    cache = t.model.new_cache(2, 10)
-    t.model.forward([[1, 2], [3, 4]], cache)
-    for rows in ([0.7], [-1], [2], [True, False]):
-        with pytest.raises(ValueError, match="rows"):
-            cache.reorder(rows)
-    for length in (2.0, float("nan"), 3, -1):
-        with pytest.raises(ValueError):
-            cache.truncate(length)
-    for pad in ([2, 2], [0.5, 0], [-1, 0], [0], [3, 0]):
-        with pytest.raises(ValueError, match="pad"):
-            t.model.forward([[1, 2], [3, 4]], cache, pad=pad)
-    with pytest.raises(ValueError, match="another model"):
-        other.model.forward([[1], [2]], cache)
-    assert cache.length.tolist() == [2, 2] and cache.slot_pos.max() == 1

@@ -25,7 +25,7 @@ from minigen.files.hub import resolve_checkpoint
 from tests.golden.make_logits import stored_params
 from tests.oracles import reference
 from tests.oracles.reference import reference_logits
-from tests.tiny import (
+from tests.oracles.tiny import (
     BYTE_OF_ID,
     as_stored,
     bfloat16_bits,

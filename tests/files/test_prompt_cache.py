@@ -26,7 +26,7 @@ from minigen.files import prompt_cache
 from minigen.options import DecodingConfig, SamplingConfig
 from tests.golden.make_logits import stored_params
 from tests.oracles.reference import layer_norm, reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 257

@@ -28,8 +28,8 @@ from tests.fuzz.judge import Wrong, parameters, read_safetensors
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
 from tests.golden import tokenizer_folders
 from tests.oracles.reference import reference_logits
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 from tests.text.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches
 MAX_SENTENCE = 1000  # characters of an error that are still one sentence

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.golden.make_logits import bundled_model, fingerprint, stored_params, torch_model
-from tests.tiny import random_params, tiny_config
+from tests.oracles.tiny import random_params, tiny_config
 
 HERE = Path(__file__).parent
 WEIGHTS = HERE.parent.parent / "weights"

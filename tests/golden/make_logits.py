@@ -10,7 +10,7 @@ logits.npz: per case
   <case>/argmax     int64 [200]
   <case>/greedy     int64 [100]        greedy continuation of the first 20 ids of the prompt
   <case>/margins    float32 [100]      best logit minus second best at each of those steps
-Random weights are never stored: tests.tiny.random_params makes them anew from the seed; `fingerprint` tells if it does.
+Random weights are never stored: tests.oracles.tiny.random_params makes them anew from the seed; `fingerprint` tells if it does.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.oracles.reference import ACT, reference_logits
-from tests.tiny import random_params
+from tests.oracles.tiny import random_params
 
 N_PROMPT, N_COLUMNS, N_START, N_GREEDY = 200, 64, 20, 100
 # A greedy run is a fair test of rounding only where the two best logits are further apart than rounding moves them.
@@ -63,6 +63,17 @@ def stored_params(folder: Path) -> dict[str, np.ndarray]:
 
     tensors = load_file(folder / "model.safetensors")
     return {name.removeprefix("transformer."): value.astype(np.float32) for name, value in tensors.items()}
+
+
+def golden_params(name: str, note: dict) -> dict[str, np.ndarray]:
+    """The weights of a golden model, drawn again or read from weights/; the note is its entry in a golden file."""
+    if note["seed"] is None:
+        params = stored_params(Path(__file__).parents[2] / "weights" / name)
+    else:
+        params = random_params(note["config"], note["seed"], note["std"])
+    if not np.isclose(fingerprint(params), note["fingerprint"], rtol=1e-9, atol=1e-6):
+        raise ValueError(f"{name}: these are not the weights that the golden file was made with: make the files anew")
+    return params
 
 
 def torch_model(config: dict, params: dict[str, np.ndarray]):

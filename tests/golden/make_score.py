@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiny import random_params, tiny_config
+from tests.oracles.tiny import random_params, tiny_config
 
 WEIGHTS = Path(__file__).resolve().parents[2] / "weights"
 TINY, TINY_STD, TINY_SEED = tiny_config(), 0.5, 11

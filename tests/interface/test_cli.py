@@ -25,7 +25,7 @@ import pytest
 import minigen
 from minigen.command.arguments import FLAGS, GROUPS
 from minigen.command.main import main
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MODEL = "/nonexistent/model"
@@ -744,7 +744,9 @@ def assert_refused(result, *words):
         (["--temp", "-1"], "--temp is -1.0; it must be a number of 0 or more"),
         (["--temp=-1"], "--temp is -1.0;"),
         (["-n-1"], "-n is -1; it must be a whole number of 0 or more\n"),
-        (["--n-predict", "x", "--max-new-tokens", "y"], "--max-new-tokens is 'y'; it must be a whole number"),
+        (["--n-predict", "x", "--max-new-tokens", "3"], "--max-new-tokens is 'x'; it must be a whole number"),
+        (["--trace", ""], "--trace is ''; it must be the name of a file\n"),
+        (["--prompt-cache="], "--prompt-cache is ''; it must be the name of a file\n"),
         (["--keep", "3"], "--keep is 3, but only --context-shift uses it"),
         (["--num-beams", "2", "--context-shift"], "--context-shift is given, but beam search"),
         (["--no-cache", "--draft-model", "x"], "--no-cache is given, but speculative decoding needs the K/V cache"),
@@ -758,6 +760,7 @@ def assert_refused(result, *words):
         (["--repeat-penaltyy=1"], "--repeat-penaltyy: did you mean --repeat-penalty?"),
         (["--top_p", "1"], "--top_p: did you mean --top-p?"),
         (["--max-tok", "3"], "--max-tok: did you mean --max-tokens?"),  # abbreviations would break with new options
+        (["--max"], "--max: did you mean --max-tokens?"),
         (["--greedy"], "--greedy: use --temperature 0"),
         (["--max-length", "5"], "--max-length: use --max-tokens"),
         (["--prompt", "x"], "--prompt: give the prompt without an option"),

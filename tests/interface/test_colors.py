@@ -14,7 +14,7 @@ import pytest
 import minigen
 from minigen.command.colors import TokenColorizer, has_colours
 from minigen.command.main import main
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SGR = re.compile(r"\x1b\[([\d;]*)m")

@@ -16,7 +16,7 @@ import minigen
 from minigen.command import arguments
 from minigen.command.main import main
 from minigen.options import CONFIGS, OPTIONS, GenerateOptions, OptionError, check_options, declared
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, np.True_, "x", None, 1j, [0.5]]
 NOT_WHOLE = [math.nan, math.inf, True, np.True_, "x", None, 2.5, np.float32(1.5), [1], 10**41, 10**5000]
@@ -288,7 +288,7 @@ def test_unknown_names():
 
 
 def test_help_of_generate_shows_every_option():
-    for function in (minigen.generate, minigen.stream):
+    for function in (minigen.generate, minigen.stream, minigen.Session.__init__):
         parameters = inspect.signature(function).parameters
         for name, option in OPTIONS.items():
             assert (

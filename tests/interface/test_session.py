@@ -9,8 +9,9 @@ import pytest
 
 import minigen
 from minigen.engine.decode import PrefixCache
+from minigen.engine.model import Block
 from minigen.session import Session
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 N_POSITIONS = 64
 
@@ -104,23 +105,22 @@ def test_the_next_turn_continues_what_was_shown(loaded, options, visible):
 
 
 @pytest.fixture
-def interrupt(loaded, monkeypatch):
+def interrupt(monkeypatch):
     """Lets the n-th MLP of a condition raise: its layer has stored the new keys then, and those after it lack them."""
-    model = loaded[0]
-    mlp = model._mlp
+    mlp = Block.mlp
 
     def arm(at, counts=lambda x: True):
         calls = []
 
-        def interrupted(x, block):
+        def interrupted(self, x):
             if counts(x):
                 calls.append(x)
             if len(calls) == at:
-                monkeypatch.setattr(model, "_mlp", mlp)
+                monkeypatch.setattr(Block, "mlp", mlp)
                 raise KeyboardInterrupt
-            return mlp(x, block)
+            return mlp(self, x)
 
-        monkeypatch.setattr(model, "_mlp", interrupted)
+        monkeypatch.setattr(Block, "mlp", interrupted)
 
     return arm
 
@@ -216,6 +216,39 @@ def test_what_cannot_keep_the_cache_works_without(loaded, options):
     second = last(session.turn("cd"))
     ids = loaded[1].encode("abab") + first.token_ids + loaded[1].encode("\ncd")
     assert second.token_ids == cold(loaded, ids, seed=1, max_tokens=5, **options).token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"draft_model": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_beams_and_drafts_keep_the_cache_between_turns(loaded, fed, options):
+    if "draft_model" in options:
+        options = {"draft_model": loaded}  # the model itself: each pass of the draft is counted as well
+    session = Session(*loaded, seed=1, max_tokens=5, ignore_eos=True, **options)
+    first = last(session.turn("a" * 30))
+    fed.clear()
+    second = last(session.turn("b"))
+    assert fed[0] < 10  # the new tokens, not the 35 before them
+    if "draft_model" in options:
+        assert max(fed) < 10
+    ids = loaded[1].encode("a" * 30) + first.token_ids + loaded[1].encode("\nb")
+    assert second.token_ids == cold(loaded, ids, seed=1, max_tokens=5, ignore_eos=True, **options).token_ids
+
+
+def test_a_branch_goes_on_by_itself(loaded, fed):
+    options = dict(seed=1, max_tokens=5, ignore_eos=True)
+    session = Session(*loaded, **options)
+    last(session.turn("a" * 20))
+    branch = session.copy()
+    fed.clear()
+    results = [last(one.turn(text)).token_ids for one, text in ((session, "b"), (branch, "c"))]
+    assert sum(fed) < 2 * 10  # both go on from the cache
+    for one, ids in zip((session, branch), results, strict=True):
+        assert ids == cold(loaded, one.ids[:-5], **options).token_ids
+    branch.context = loaded[1].encode("xyz")
+    assert last(branch.turn("")).token_ids == cold(loaded, loaded[1].encode("xyz"), **options).token_ids
 
 
 def test_options_of_a_session_are_checked_at_once(loaded):

@@ -91,3 +91,15 @@ def reference_logits(config: dict, params: dict, ids: list[int], window: int | N
     x = layer_norm(x, p["ln_f.weight"], p["ln_f.bias"], eps)
     tied = config.get("tie_word_embeddings", True)
     return x @ (p["wte.weight"] if tied else p["lm_head.weight"]).T
+
+
+def log_softmax(logits):
+    """[..., V] float64 -> natural logarithms of the probabilities."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def reference_logprobs(config, params, prompt, ids, window=None):
+    """Log-probabilities float64 [generated, V] at each place of `ids`, the tokens that follow `prompt`."""
+    logits = reference_logits(config, params, [*prompt, *ids[:-1]], window)
+    return log_softmax(logits[len(prompt) - 1 :])
