@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, models, interleaved timing, the machine's description, tables, JSON, pictures."""
+"""What all benchmarks share: options, models, timing in turns, tables, JSON, plots, the machine they run on."""
 
 import argparse
 import importlib.util
@@ -8,8 +8,6 @@ import platform
 import shutil
 import sys
 import time
-from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +16,10 @@ from safetensors.numpy import save_file
 
 import minigen
 
-# No benchmark downloads anything; the hub's client reads this when it is imported.
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no benchmark downloads anything
 ROOT = Path(__file__).resolve().parents[1]
-# OpenBLAS's threads go on spinning after their work, for 0.12 s as measured on two cores, where minigen could not tell
-# them otherwise (see its __init__). What uses other threads is measured so many seconds after what used theirs.
-PAUSE = 0.2
-# What the sizes of GPT-2 differ in; random weights of a shape take the time that trained ones take.
+GPT2_VOCABULARY = ROOT / "tests" / "data" / "gpt2-bpe"
+# A model of random weights takes the same time as a trained one of the same shape.
 SHAPES = {
     "distilgpt2": {"n_embd": 768, "n_layer": 6, "n_head": 12},
     "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12},
@@ -36,14 +31,6 @@ SHAPES = {
 # ---------------------------------------------------------------------------------------- options
 
 
-class Timing(NamedTuple):
-    """Milliseconds of one call."""
-
-    median: float
-    min: float
-    max: float
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, without the usage."""
 
@@ -52,127 +39,89 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text):
-    """The type of `--repetitions`."""
+    """The type of a whole number of 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
+def checkpoint(name):
+    """The type of `--model`: a checkpoint's folder."""
+    for path in (Path(name).expanduser(), ROOT / "weights" / name):
+        if (path / "config.json").is_file():
+            return path
+    raise argparse.ArgumentTypeError(f"{name} is neither a checkpoint's folder nor the name of a bundled model")
+
+
 def output(name):
-    """The type of a file to write: refuses before anything is measured what could not be written afterwards."""
-    if not os.access(Path(name).parent, os.W_OK) or Path(name).is_dir():
-        raise argparse.ArgumentTypeError(f"{name} cannot be written: name a file in a folder that is there")
-    return name
-
-
-def picture(name):
-    """The type of `--plot`: refuses before anything is measured what could not be drawn afterwards."""
-    if Path(name).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{name} ends neither in .png nor in .svg")
-    if importlib.util.find_spec("matplotlib") is None:
+    """The type of an output file: refuses, before anything is measured, one that cannot be written."""
+    file = Path(name)
+    if not os.access(file.parent, os.W_OK) or file.is_dir() or file.suffix not in (".json", ".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{name} cannot be written: name a .json, .png or .svg in an existing folder")
+    if file.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'minigen[bench]'")
-    return output(name)
+    return file
 
 
-def parser(description, repetitions=30, model=False, plot=False):
-    """The options that every benchmark has, and on request those that choose a model and draw a picture."""
-    arguments = Parser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
-    arguments.add_argument(
-        "--repetitions", type=count, default=repetitions, metavar="N", help="timed calls of each case"
-    )
-    quick = "the bundled model and few repetitions" if model else "few repetitions"
-    arguments.add_argument("--quick", action="store_true", help=f"{quick}: shows that it runs, not how fast")
-    arguments.add_argument("--json", type=output, metavar="FILE", help="also write the figures to this file")
+def parser(description, repetitions, model=True, plot=False):
+    """The options that every benchmark has, and those that choose a model and draw a plot."""
+    raw = argparse.RawDescriptionHelpFormatter
+    options = Parser(description=description, formatter_class=raw, allow_abbrev=False)
+    add = options.add_argument
+    add("--quick", action="store_true", help="small model, short texts, few repetitions: shows that it runs")
+    add("--repetitions", type=count, metavar="N", help=f"timed calls of each case, {repetitions} by default")
+    add("--json", type=output, metavar="FILE", help="also write the figures to this file")
     if plot:
-        arguments.add_argument("--plot", type=picture, metavar="FILE", help="also draw them, as .png or .svg")
+        add("--plot", type=output, metavar="FILE", help="also draw them, as .png or .svg")
     if model:
-        which = arguments.add_mutually_exclusive_group()
-        which.add_argument("--model", metavar="NAME", help="a checkpoint on disk: folder, bundled name or hub id")
-        which.add_argument("--shape", choices=SHAPES, help="random weights of this shape; gpt2 where nothing is said")
-    return arguments
+        add = options.add_mutually_exclusive_group().add_argument
+        add("--model", type=checkpoint, metavar="FOLDER", help="a checkpoint's folder, or the name of a bundled model")
+        add("--shape", choices=SHAPES, help="random weights of this shape; the default is gpt2")
+    options.set_defaults(default_repetitions=repetitions)
+    return options
 
 
 # ---------------------------------------------------------------------------------------- models
 
 
-def shape_of(arguments):
-    """The shape that random weights are asked for, or None where a checkpoint is to be read."""
-    return arguments.shape or (None if arguments.model or arguments.quick else "gpt2")
+def model_of(arguments):
+    """The model that the options ask for: a shape of random weights or a checkpoint's folder."""
+    return arguments.shape or arguments.model or (checkpoint("fairytale") if arguments.quick else "gpt2")
 
 
-def name_of(arguments):
-    """The model that was asked for, in words, for a table's title."""
-    shape = shape_of(arguments)
-    return f"random weights of {shape}'s shape" if shape else arguments.model or "the bundled model"
+def name_of(model):
+    """A shape or a checkpoint's folder in words, for a title."""
+    return f"random weights of {model}'s shape" if model in SHAPES else model.name
 
 
 def random_parameters(config):
-    """Weights as they are before training: normal with deviation 0.02, norms 1, biases 0.
-
-    Pairs of name and float32 array, one at a time, so that a model can lay out each and drop it.
-    """
+    """Weights before training, one after the other: normal with standard deviation 0.02, layer norms 1, biases 0."""
     rng = np.random.default_rng(0)
     for name, shape in config.parameter_shapes().items():
         if len(shape) == 1:
-            yield name, np.full(shape, name.endswith("weight"), np.float32)  # norms are the only such weights
+            yield name, np.full(shape, name.endswith("weight"), np.float32)  # only layer norms have such weights
         else:
-            values = rng.standard_normal(shape, np.float32)
-            values *= np.float32(0.02)
-            yield name, values
+            yield name, rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
-def refuse(sentence):
-    """End with one sentence on stderr, as `Parser` does."""
-    print(sentence, file=sys.stderr)
-    sys.exit(2)
+def load_model(name):
+    """(model, tokenizer): of random weights and GPT-2's tokenizer if it names a shape, else as `minigen.load`."""
+    if name not in SHAPES:
+        return minigen.load(name)
+    config = minigen.GPT2Config(**SHAPES[name])
+    tokenizer = minigen.Tokenizer.from_folder(GPT2_VOCABULARY, config.vocab_size)
+    return minigen.GPT2(config, random_parameters(config)), tokenizer
 
 
-def gpt2_tokenizer():
-    return minigen.Tokenizer.from_folder(ROOT / "tests" / "data" / "gpt2-bpe", minigen.GPT2Config().vocab_size)
-
-
-def model_and_tokenizer_of(arguments):
-    """What `minigen.load` returns, for the model that the options ask for; random weights get GPT-2's vocabulary."""
-    shape = shape_of(arguments)
-    if shape is None:
-        try:
-            return minigen.load(arguments.model)
-        except (OSError, ValueError) as error:
-            refuse(error)
-    config = minigen.GPT2Config(**SHAPES[shape])
-    return minigen.GPT2(config, random_parameters(config)), gpt2_tokenizer()
-
-
-def model_of(arguments):
-    """The `GPT2` that the options ask for, in memory."""
-    return model_and_tokenizer_of(arguments)[0]
-
-
-def checkpoint_of(arguments, folder):
-    """The folder of the checkpoint that the options ask for; random weights are written into `folder`."""
-    shape = shape_of(arguments)
-    if shape is None:
-        name = arguments.model or "fairytale"
-        for path in (Path(name).expanduser(), ROOT / "weights" / name):
-            if path.is_dir():
-                return path
-        from huggingface_hub import snapshot_download
-
-        if name in SHAPES:
-            name = f"{'distilbert' if name == 'distilgpt2' else 'openai-community'}/{name}"
-        try:
-            return Path(snapshot_download(name))
-        except (OSError, ValueError):
-            refuse(f"{name} is neither a checkpoint's folder nor in the hub's local cache: nothing is downloaded here")
-    config = minigen.GPT2Config(**SHAPES[shape])
-    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[shape]}
+def checkpoint_of(model, folder):
+    """The folder of a checkpoint, which for a shape of random weights is written to `folder`."""
+    if model not in SHAPES:
+        return model
+    described = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **SHAPES[model]}
     (folder / "config.json").write_text(json.dumps(described))
-    save_file(dict(random_parameters(config)), folder / "model.safetensors", {"format": "pt"})
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(ROOT / "tests" / "data" / "gpt2-bpe" / name, folder)
-    return folder
+    parameters = dict(random_parameters(minigen.GPT2Config(**SHAPES[model])))
+    save_file(parameters, folder / "model.safetensors", {"format": "pt"})
+    return shutil.copytree(GPT2_VOCABULARY, folder, dirs_exist_ok=True)
 
 
 def config_of(folder):
@@ -180,100 +129,130 @@ def config_of(folder):
     return minigen.GPT2Config.from_dict(json.loads((folder / "config.json").read_text()))
 
 
+def random_ids(config, *shape):
+    return np.random.default_rng(0).integers(0, config.vocab_size, shape)
+
+
 # ---------------------------------------------------------------------------------------- timing
 
 
-def measure(cases, repetitions, warm_up=3):
-    """Time callables against each other: one call of each in turn, so that a noisy moment hits all alike.
+class Timing(NamedTuple):
+    """Milliseconds of one call; cpu is this process's processor time, None if the call did not measure it."""
 
-    cases: name -> callable without arguments; one that returns a float has timed itself, and returns seconds. Returns
-    name -> `Timing`.
+    median: float
+    min: float
+    max: float
+    cpu: float | None
+
+
+def timed(call, times=1):
+    """Seconds of one call, the mean of so many: (wall time, processor time)."""
+    start = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start[0]) / times, (time.process_time() - start[1]) / times
+
+
+def measure(cases, repetitions, warm_up=1, progress=lambda *_: None):
+    """Time callables in turn, one call of each per round, so that a noisy moment hits all of them alike.
+
+    cases: name -> callable without arguments; one that returns a float, or a pair like `timed`, has timed itself.
+    progress: called with (name, number of calls made, number of all calls). Returns name -> `Timing`.
     """
-    for _ in range(warm_up):
-        for call in cases.values():
-            call()
     seconds = {name: [] for name in cases}
-    for _ in range(repetitions):
-        for name, call in cases.items():
-            start = time.perf_counter()
-            own = call()
-            seconds[name].append(own if isinstance(own, float) else time.perf_counter() - start)
-    return {
-        name: Timing(*(1000 * float(statistic(times)) for statistic in (np.median, np.min, np.max)))
-        for name, times in seconds.items()
-    }
+    names = [*cases] * (warm_up + repetitions)
+    for i, name in enumerate(names):
+        progress(name, i, len(names))
+        start = time.perf_counter(), time.process_time()
+        own = cases[name]()
+        pair = time.perf_counter() - start[0], time.process_time() - start[1]
+        seconds[name].append(own if isinstance(own, tuple) else (own, None) if isinstance(own, float) else pair)
+    timings = {}
+    for name, pairs in seconds.items():
+        wall, cpu = zip(*pairs[warm_up:], strict=True)
+        cpu = None if None in cpu else 1000 * float(np.median(cpu))
+        timings[name] = Timing(*(1000 * float(f(wall)) for f in (np.median, np.min, np.max)), cpu)
+    return timings
 
 
-def gemv_rate(megabytes=400, repetitions=10):
-    """Billions of bytes a second that one large matrix-vector product reads: the memory's speed, as BLAS gets it.
-
-    The matrix is far larger than the caches of most processors. Both orientations are timed, because which is faster
-    depends on the BLAS, and the better median counts.
-    """
-    rows = megabytes * 10**6 // (4 * 4096)
-    matrix = np.ones((rows, 4096), np.float32)  # not zeros: untouched ones all lie in the same page of memory
-    cases = {"gemv": lambda: matrix @ matrix[0], "transposed": lambda: matrix[:, 0] @ matrix}
-    timings = measure(cases, repetitions, warm_up=1)
-    return matrix.nbytes / 1e6 / min(timing.median for timing in timings.values())
+def ratio(timings, name, base):
+    """The median of one case as a multiple of another's."""
+    return timings[name].median / timings[base].median
 
 
 # ---------------------------------------------------------------------------------------- results
 
 
 def machine():
-    """What the figures depend on: processor, cores, NumPy and its BLAS."""
-    cpu = platform.processor() or platform.machine()
+    """What the figures depend on, in words: processor, cores, NumPy and its BLAS."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    cpus = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    cpu = cpus[0] if cpus else platform.processor() or platform.machine()
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "blas": f"{blas.get('name')} {blas.get('version')}",
-        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
-        "minigen": minigen.__version__,
-    }
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, {blas.get('name')} {blas.get('version')}"
+    return f"{os.cpu_count()} cores of {cpu}, {versions}, minigen {minigen.__version__}"
 
 
-def columns(timing, unit="ms", scale=1.0):
-    """A `Timing` as columns of a row; scale: how many of the unit a millisecond is."""
-    return {f"{unit} {statistic}": value * scale for statistic, value in timing._asdict().items()}
+def duration(seconds):
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def report(title, rows, arguments, notes=()):
-    """Print rows (dicts) as tables under the machine's description; write all in one JSON file if asked.
-
-    notes: sentences that belong to the figures; printed above. A new table begins where the keys of the rows change.
-    """
-    described = machine()
-    print(title)
-    print(", ".join(f"{key} {value}" for key, value in described.items()), *notes, sep="\n")
-    for table, (names, alike) in enumerate(groupby(rows, key=list)):
-        cells = [names] + [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in alike]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        print(end="\n" if table else "")
-        for line in cells:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    if arguments.json:
-        figures = {"title": title, "machine": described, "notes": list(notes), "rows": rows}
-        Path(arguments.json).write_text(json.dumps(figures, indent=1))
+def cell(value):
+    """Three significant digits or so."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-@contextmanager
-def plot(file, title, panels=1):
-    """Gives matplotlib axes to draw on, a list of `panels` side by side, and then writes them to `file`."""
-    # Imported here because no other part of a benchmark needs it, and drawing without a screen needs this backend.
-    import matplotlib
+class Report:
+    """The tables of one benchmark: each is printed as soon as it is measured, and saved with `--json`."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(self, title, arguments, seconds):
+        """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
+        self.quick, self.json = arguments.quick, arguments.json
+        self.repetitions = arguments.repetitions or (1 if self.quick else arguments.default_repetitions)
+        self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}
+        run = "quick" if self.quick else "full"
+        takes = f"a {run} run takes about {duration(seconds[run])} on two cores with its default model"
+        print(title, self.figures["machine"], takes, sep="\n", flush=True)
 
-    figure, axes = pyplot.subplots(1, panels, figsize=(1.5 + 3 * panels, 4), layout="constrained", squeeze=False)
-    figure.suptitle(title)
-    yield list(axes[0])
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    def note(self, sentence):
+        """Print a sentence that belongs to the figures, and save it with them."""
+        print(sentence, flush=True)
+        self.figures["notes"].append(sentence)
+
+    def table(self, title, cases, shows, extra, idea=None, once=False):
+        """Measure cases, print a table and a sentence; returns the rows.
+
+        cases: as in `measure`. shows: timings -> a sentence about them. extra: (name of a case, timings) -> more
+        columns of its row, or None for no row. idea: what this is in README.md's table of ideas; without one the table
+        is not in it. once: one call of each case, no warm-up.
+        """
+        print(f"\n{title}", flush=True)
+        start, clear = time.perf_counter(), "\r\x1b[K" if sys.stderr.isatty() else None
+
+        def progress(name, done, n_calls):
+            if clear:
+                left = (time.perf_counter() - start) * (n_calls / max(done, 1) - 1)
+                text = f"  {done} of {n_calls}: {name}" + (f", about {duration(left)} left" if done else "")
+                print(clear, text, sep="", end="", file=sys.stderr, flush=True)
+
+        timings = measure(cases, 1 if once else self.repetitions, 0 if once else 1, progress)
+        print(clear or "", end="", file=sys.stderr, flush=True)
+        rows = []
+        for name, timing in timings.items():
+            more = extra(name, timings)
+            if more is not None:
+                cpu = {} if timing.cpu is None else {"cpu ms": timing.cpu}
+                rows.append({"case": name, "ms": timing.median, "min": timing.min, "max": timing.max, **cpu, **more})
+        lines = [list(rows[0])] + [[cell(value) for value in row.values()] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+        sentence = shows(timings)
+        print(f"-> {sentence}", flush=True)
+        self.figures["tables"].append({"title": title, "idea": idea, "shows": sentence, "rows": rows})
+        if self.json:
+            self.json.write_text(json.dumps(self.figures, indent=1))
+        return rows

@@ -1,11 +1,10 @@
 """minigen: GPT-2 inference from scratch in NumPy."""
 
 import os
+from typing import TYPE_CHECKING
 
-# OpenBLAS's threads spin for 2**26 ticks of the clock after each product, a tenth of a second in which the next layer
-# needs their cores; with this, they sleep after 2**4. OpenBLAS looks when NumPy is imported, which should therefore not
-# come before minigen: the 124M shape then takes 690 ms for a prompt of 512 tokens instead of 930, and 30 ms for each of
-# the first tokens after it instead of 55.
+# OpenBLAS's threads spin for 2**26 clock ticks after each product, a tenth of a second in which the next layer needs
+# their cores; with this, they sleep after 2**4. OpenBLAS reads it when NumPy is imported, so import minigen first.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 __version__ = "0.1.0"
@@ -17,41 +16,55 @@ __all__ = [
     "GPT2Config",
     "History",
     "KVCache",
+    "Noise",
     "PrefixCache",
     "SamplingConfig",
-    "Score",
     "Session",
     "SpeculationConfig",
     "Step",
+    "TextScore",
     "Tokenizer",
-    "draw",
     "generate",
     "load",
-    "probs",
+    "next_token_probs",
+    "sample_token",
     "score",
     "stream",
     "trace",
 ]
+# Earlier names, which users may have written down.
+ALIASES = {"Score": "TextScore", "probs": "next_token_probs", "draw": "sample_token"}
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports them
+    from minigen.api import generate, load, stream
+    from minigen.engine.cache import KVCache
+    from minigen.engine.decode import PrefixCache
+    from minigen.engine.model import GPT2, GPT2Config
+    from minigen.engine.sampler import History, Noise, next_token_probs, sample_token
+    from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
+    from minigen.results import Completion, Step
+    from minigen.scoring import TextScore, score
+    from minigen.session import Session
+    from minigen.text.tokenizer import Tokenizer
+    from minigen.tracing.page import trace
+
+_MODULES = (
+    "api engine.cache engine.decode engine.model engine.sampler options results scoring session text.tokenizer "
+    "tracing.page"
+).split()
 
 
 def __getattr__(name):
-    """Imports all public names when the first is asked for: `__main__` has its say on Ctrl-C before NumPy's import."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from minigen.api import generate, load, stream
-    from minigen.engine.cache import KVCache
-    from minigen.engine.decode import Completion, PrefixCache, Step
-    from minigen.engine.model import GPT2, GPT2Config
-    from minigen.engine.sampler import History, draw, probs
-    from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
-    from minigen.scoring import Score, score
-    from minigen.session import Session
-    from minigen.text.tokenizer import Tokenizer
-    from minigen.tracing.recorder import trace
+    """Import all public names when the first one is used, so that `__main__` can handle Ctrl-C before NumPy loads."""
+    from importlib import import_module
 
-    globals().update({key: value for key, value in locals().items() if key in __all__})
+    if name not in __all__ and name not in ALIASES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for module in map(import_module, (f"minigen.{module}" for module in _MODULES)):
+        globals().update({public: value for public, value in vars(module).items() if public in __all__})
+    globals().update({alias: globals()[public] for alias, public in ALIASES.items()})
     return globals()[name]
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *ALIASES})

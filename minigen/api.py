@@ -1,44 +1,35 @@
-"""The front door: `load`, `generate` and `stream` check what was asked and choose the decoder."""
+"""The front door: `load`, `generate` and `stream` check the arguments and choose the decoder."""
+
+from __future__ import annotations
 
 import math
 import os
-import secrets
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from minigen.engine.beam import beam_search
-from minigen.engine.decode import NO_HOOKS, PrefixCache, Row, Stopwatch, decode, exclusive
+from minigen.engine.decode import GeneratedToken, PrefixCache, Run, Sequence, decode
+from minigen.engine.hooks import NO_HOOKS
 from minigen.engine.model import GPT2
-from minigen.engine.speculative import ModelDrafter, PromptLookupDrafter, speculate
-from minigen.engine.validation import is_int, require
+from minigen.engine.speculative import RULES, ModelDrafter, PromptLookupDrafter, speculate
+from minigen.engine.validation import is_int, short_repr
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
-from minigen.options import BeamConfig, DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.files.prompt_cache import reuse_prompt
+from minigen.options import OptionError, check_options, require, takes_options
+from minigen.results import RowOutput
+from minigen.text.stream import stop_predicate
 from minigen.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class Options(NamedTuple):
-    """Every option of a run, by the part of the engine it belongs to."""
-
-    sampling: SamplingConfig
-    decoding: DecodingConfig
-    beam: BeamConfig
-    speculation: SpeculationConfig
-
-
-# What a caller may give: all fields of these but eos_ids, which come from the model.
-CONFIGS = (SamplingConfig, DecodingConfig, BeamConfig, SpeculationConfig)
-OPTION_NAMES = {field.name for config in CONFIGS for field in fields(config)} - {"eos_ids"}
-# What beam search has no use for: it looks for the best text and draws nothing.
-NOT_FOR_BEAMS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
+    from minigen.options import GenerateOptions
 
 
 def load(name=None):
     """(model, tokenizer) of a checkpoint: a folder, a name under weights/ or a hub id; None is the bundled default.
 
-    Raises OSError where there is no such checkpoint, ValueError where its files cannot be used.
+    Raises OSError if there is no such checkpoint, ValueError if its files cannot be used.
     """
     folder = resolve_checkpoint(name)
     config = load_config(folder)
@@ -49,79 +40,7 @@ def load(name=None):
 # ---------------------------------------------------------------------------------------- checks
 
 
-def check_options(options, *, drafts=False, cached=False):
-    """The `Options` that these keywords make; needs no model, and fills in a random seed.
-
-    drafts, cached: whether there is a draft model, and whether there is a prompt cache. Raises TypeError for an unknown
-    name, ValueError for a value out of range and for options that do not go together.
-    """
-    for name in options:
-        if name not in OPTION_NAMES:
-            raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(OPTION_NAMES))}")
-    options = dict(options)
-    stop = options.get("stop")
-    if stop is None or isinstance(stop, str | list):
-        options["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if options.get("seed") is None:
-        options["seed"] = secrets.randbits(32)
-    checked = Options(
-        *(config(**{f.name: options[f.name] for f in fields(config) if f.name in options}) for config in CONFIGS)
-    )
-
-    n, num_beams = checked.decoding.num_return_sequences, checked.beam.num_beams
-    lookup = checked.speculation.prompt_lookup_num_tokens
-    if num_beams > 1:
-        require(n <= num_beams, "num_return_sequences", n, f"at most num_beams, {num_beams}")
-        for name in NOT_FOR_BEAMS:
-            if name in options:
-                raise ValueError(f"{name} is {options[name]!r}, but beam search does not use it: leave it out")
-        require(not checked.decoding.context_shift, "context_shift", True, "False with beam search")
-        if drafts or lookup:
-            raise ValueError(f"num_beams is {num_beams}, but speculation goes without beams: leave one of the two out")
-    for name in ONLY_FOR_BEAMS if num_beams == 1 else ():
-        if name in options:
-            raise ValueError(f"{name} is {options[name]!r}, but only beam search uses it: set num_beams to 2 or more")
-    if drafts and lookup:
-        raise ValueError(
-            f"prompt_lookup_num_tokens is {lookup}, but there is a draft model as well: leave one of the two out"
-        )
-    if "num_draft_tokens" in options and not drafts:
-        raise ValueError(
-            f"num_draft_tokens is {options['num_draft_tokens']!r}, but there is no draft model: give one as well"
-        )
-    if checked.decoding.keep and not checked.decoding.context_shift:
-        raise ValueError(f"keep is {checked.decoding.keep}, but only context_shift uses it: set that as well")
-    if "max_matching_ngram_size" in options and not lookup:
-        raise ValueError(
-            f"max_matching_ngram_size is {options['max_matching_ngram_size']!r}, but only drafts from the text itself "
-            "use it: set prompt_lookup_num_tokens as well"
-        )
-    if drafts or lookup:
-        require(n == 1, "num_return_sequences", n, "1 with speculation, which runs one text at a time")
-        require(checked.decoding.use_cache, "use_cache", False, "True with speculation")
-    if cached:
-        window = checked.decoding.window
-        require(window is None, "window", window, "None with a prompt cache, which keeps the whole prompt")
-        require(checked.decoding.use_cache, "use_cache", False, "True with a prompt cache")
-    return checked
-
-
-def _bias_by_id(logit_bias, tokenizer, vocab_size):
-    """logit_bias with every text replaced by the id of the one token it is."""
-    by_id = {}
-    for token, value in logit_bias.items():
-        if isinstance(token, str):
-            ids = tokenizer.encode(token)
-            if len(ids) != 1:
-                raise ValueError(f"logit_bias names {token!r}, which is {len(ids)} tokens, {ids}; it must be one")
-            token = ids[0]
-        ok = is_int(token, 0) and token < vocab_size
-        require(ok, "a key of logit_bias", token, f"a token id of 0 to {vocab_size - 1}, or the text of a token")
-        by_id[token] = value
-    return by_id
-
-
-def _prompt_ids(model, tokenizer, prompts):
+def _prompt_ids(model, tokenizer, prompts, context_shift):
     """The ids of each prompt, checked against the model. An empty prompt becomes the begin-of-text id."""
     config = model.config
     allowed = "a text, a list of texts, or a list of lists of token ids"
@@ -130,7 +49,7 @@ def _prompt_ids(model, tokenizer, prompts):
     rows = []
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str | list | tuple):
-            raise ValueError(f"prompt {index} is {prompt!r}; it must be a text or a list of token ids")
+            raise ValueError(f"prompt {index} is {short_repr(prompt)}; it must be a text or a list of token ids")
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             if config.bos_token_id is None:
@@ -138,122 +57,147 @@ def _prompt_ids(model, tokenizer, prompts):
             ids = [config.bos_token_id]
         for token in ids:
             if not is_int(token, 0) or token >= config.vocab_size:
-                raise ValueError(f"prompt {index} holds {token!r}; token ids are 0 to {config.vocab_size - 1}")
-        if len(ids) > config.n_positions:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens; the model takes at most {config.n_positions}: shorten it"
+                raise ValueError(
+                    f"prompt {index} holds {short_repr(token)}; token ids are 0 to {config.vocab_size - 1}"
+                )
+        if len(ids) > config.n_positions and not context_shift:
+            raise OptionError(
+                f"prompt {index} has {len(ids)} tokens; the model takes at most {config.n_positions}: shorten it, or "
+                "use {context_shift}"
             )
         rows.append([int(token) for token in ids])
     return rows
 
 
 def _check_memory(config, name, value, rows, length):
-    """Raise ValueError where what every row needs for its whole length, keys, values and logits, is more than there is.
+    """Raise ValueError if the caches and logits for the full requested length would not fit in physical memory.
 
-    Memory is taken only when it is written to: without this, it would run out a long time later.
+    Memory is taken only when it is written to: without this check it would run out a long time later.
     """
     if not hasattr(os, "sysconf"):
         return
-    there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = 4 * rows * (2 * config.n_layer * config.n_embd * length + config.vocab_size)
-    if needed > there_is:
-        raise ValueError(
-            f"{name} is {value}, but keys, values and logits of {rows} texts of up to {length} tokens take "
-            f"{needed / 2**30:.1f} GiB of the machine's {there_is / 2**30:.1f}: ask for fewer or shorter texts"
+    if needed > physical_memory:
+        raise OptionError(
+            f"{{{name}}} is {value}, but keys, values and logits of {rows} texts of up to {length} tokens take "
+            f"{needed / 2**30:.1f} GiB of the machine's {physical_memory / 2**30:.1f}: ask for fewer or shorter texts"
         )
 
 
 def _check_same_vocabulary(tokenizer, draft_tokenizer):
-    """Raise ValueError where an id that both vocabularies have means different tokens."""
-    for token in range(min(tokenizer.n_vocab, draft_tokenizer.n_vocab)):
-        ours, theirs = tokenizer.token_bytes(token), draft_tokenizer.token_bytes(token)
-        if ours != theirs and ours and theirs:
-            raise ValueError(
-                f"the draft model's vocabulary is another: token {token} is {theirs!r} there and {ours!r} in the model"
-            )
+    """Raise ValueError if an id that both vocabularies have means different tokens."""
+    id = tokenizer.first_difference(draft_tokenizer)
+    if id is not None:
+        expected, actual = tokenizer.token_bytes(id), draft_tokenizer.token_bytes(id)
+        raise ValueError(
+            f"the draft model has another vocabulary: token {id} is {actual!r} there and {expected!r} in the model"
+        )
 
 
 # ---------------------------------------------------------------------------------------- generation
 
 
-def stream(model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options):
+@takes_options
+def stream(
+    model, tokenizer, prompts, *, draft_model=None, cache=None, hooks=NO_HOOKS, **options: Unpack[GenerateOptions]
+):
     """Generate, and yield a `Step` for each token as it is made; a row's last step carries its `Completion`.
 
     prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
-    model with the same vocabulary; it then drafts. cache: the path of a file for the keys and values of the prompt, one
-    only: what the prompt has in common with the last one, at its beginning, is not computed again. Or a `PrefixCache`,
-    which does the same in memory, and for the generated tokens too. hooks: a `hooks.Hooks`, which is told what
-    the run does. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`;
-    logit_bias may be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
+    model with the same vocabulary; it then drafts (speculative decoding). cache: the path of a file that keeps the keys
+    and values of a single prompt: the longest common prefix with the saved prompt is not computed again. Or a
+    `PrefixCache`, which does the same in memory, for the generated tokens too. hooks: a `hooks.Hooks`, callbacks of the
+    run. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may
+    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
     prompts[r // num_return_sequences].
 
-    Raises TypeError or ValueError at once, before anything is computed, for options and prompts that cannot be used.
-    The first step raises OSError where the file `cache` cannot be read or written, ValueError where it is damaged or
-    another model's.
+    Raises TypeError or ValueError at once, before anything is computed, for invalid options and prompts. The first step
+    raises OSError if the file `cache` cannot be read or written, ValueError if it is damaged or another model's.
     """
-    if isinstance(options.get("logit_bias"), Mapping):
-        options["logit_bias"] = _bias_by_id(options["logit_bias"], tokenizer, model.config.vocab_size)
     sampling, decoding, beam, speculation = check_options(
-        options, drafts=draft_model is not None, cached=cache is not None
+        options, drafts=draft_model is not None, cached=cache is not None, model=model, tokenizer=tokenizer
     )
-    sampling = replace(sampling, eos_ids=model.config.eos_ids)
-    if decoding.context_shift:
-        # Half the context must be left to drop, or each shift would make room for hardly a token.
-        allowed = f"less than half the model's context, {model.config.n_positions}, with context_shift"
-        require(decoding.keep < model.config.n_positions / 2, "keep", decoding.keep, allowed)
-    prompt_ids = _prompt_ids(model, tokenizer, prompts)
+    prompt_ids = _prompt_ids(model, tokenizer, prompts, decoding.context_shift)
     if not prompt_ids:
         return iter(())
+    drafts = draft_model is not None or speculation.prompt_lookup_num_tokens
+    n = decoding.num_return_sequences
     if cache is not None:
         ok = isinstance(cache, str | os.PathLike | PrefixCache)
         require(ok, "cache", cache, "the path of a file, a PrefixCache, or None")
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with a prompt cache")
-    n = decoding.num_return_sequences
+        if isinstance(cache, PrefixCache):
+            require(cache.model is model, "cache", cache, "a PrefixCache of the same model")
+            if beam.num_beams == 1:
+                require(n == 1, "num_return_sequences", n, "1 with a PrefixCache, which holds one text")
+    if drafts:
+        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
+    if draft_model is not None:
+        ok = isinstance(draft_model, tuple) and len(draft_model) == 2
+        require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
+        _check_same_vocabulary(tokenizer, draft_model[1])
     length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)
     if beam.num_beams > 1:
         _check_memory(model.config, "num_beams", beam.num_beams, beam.num_beams, length)
     else:
         _check_memory(model.config, "num_return_sequences", n, n * len(prompt_ids), length)
-    if isinstance(cache, PrefixCache):
-        require(cache.model is model, "cache", cache, "a PrefixCache of the same model")
-        require(n == 1, "num_return_sequences", n, "1 with a PrefixCache, which holds one text")
-        plain = beam.num_beams == 1 and draft_model is None and not speculation.prompt_lookup_num_tokens
-        require(plain, "cache", cache, "a file or None with beam search or speculation")
 
-    def rows_of(prompt_indices, stopwatch):
-        indices = [index for prompt in prompt_indices for index in range(prompt * n, prompt * n + n)]
-        return [Row(i, i // n, prompt_ids[i // n], model, tokenizer, sampling, decoding, stopwatch) for i in indices]
+    rule = RULES[speculation.speculation_rule]
 
-    def one_by_one(run):
-        """Searches and speculation take one prompt at a time."""
-        for index in range(len(prompt_ids)):
-            stopwatch = Stopwatch()
-            yield from run(rows_of([index], stopwatch), stopwatch)
+    def decoder(run, rows):
+        if decoding.max_tokens == 0:
+            return _end_at_once(run, rows)
+        if beam.num_beams > 1:
+            return beam_search(run, rows, beam)
+        if draft_model is not None:
+            draft = draft_model[0]
+            if isinstance(cache, PrefixCache):
+                draft_cache = cache.draft = cache.draft or PrefixCache(draft)
+            else:
+                draft_cache = run.new_cache([[0] * min(len(rows[0].ids), draft.config.n_positions)], draft)
+            drafter = ModelDrafter(draft_cache, model.config.vocab_size, sampling)
+            return speculate(run, rows[0], drafter, speculation.num_draft_tokens, rule)
+        if drafts:
+            drafter = PromptLookupDrafter(speculation.max_matching_ngram_size)
+            return speculate(run, rows[0], drafter, speculation.prompt_lookup_num_tokens, rule)
+        return decode(run, rows)
 
-    if beam.num_beams > 1:
-        return one_by_one(
-            lambda rows, stopwatch: beam_search(
-                model, rows, tokenizer, sampling, decoding, beam, stopwatch, cache, hooks
-            )
-        )
-    if draft_model is not None or speculation.prompt_lookup_num_tokens:
-        require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
-        stopwatch = Stopwatch()
-        (row,) = rows_of([0], stopwatch)
-        if draft_model is None:
-            drafter = PromptLookupDrafter(model.config.vocab_size, speculation.max_matching_ngram_size)
-            k = speculation.prompt_lookup_num_tokens
-        else:
-            ok = isinstance(draft_model, tuple) and len(draft_model) == 2
-            require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
-            draft, draft_tokenizer = draft_model
-            _check_same_vocabulary(tokenizer, draft_tokenizer)
-            drafter = ModelDrafter(draft, model.config.vocab_size, row.context, sampling, decoding)
-            k = speculation.num_draft_tokens
-        return speculate(model, row, drafter, sampling, decoding, k, stopwatch, cache, hooks)
-    stopwatch = Stopwatch()
-    steps = decode(model, rows_of(range(len(prompt_ids)), stopwatch), sampling, decoding, stopwatch, cache, hooks)
-    return exclusive(cache.lock, steps, "the PrefixCache") if isinstance(cache, PrefixCache) else steps
+    def steps():
+        # Beam search and speculation take one prompt at a time; plain decoding takes all of them in one batch.
+        every = range(len(prompt_ids))
+        for batch in [[prompt] for prompt in every] if drafts or beam.num_beams > 1 else [every]:
+            prefix = cache if isinstance(cache, PrefixCache) else None
+            stops = stop_predicate(tokenizer, decoding.stop)
+            run = Run(model, sampling, decoding, speculation, hooks, prefix, stops)
+            rows = [Sequence(run, prompt_ids[prompt], prompt, number) for prompt in batch for number in range(n)]
+            outputs = {row.index: RowOutput(run, tokenizer) for row in rows}
+            tokens = decoder(run, rows)
+            if cache is not None and prefix is None and decoding.max_tokens:
+                tokens = reuse_prompt(cache, run, list(rows[0].context), tokens)
+            for generated in tokens:
+                yield outputs[generated.row.index].step(generated)
+
+    return exclusive(cache, steps(), "the PrefixCache") if isinstance(cache, PrefixCache) else steps()
+
+
+def _end_at_once(run, rows):
+    """max_tokens=0: every row ends without a token."""
+    run.hooks.on_start(run, rows)
+    for row in rows:
+        row.finish_reason = "length"
+        yield GeneratedToken(row, None, None)
+
+
+def exclusive(owner, steps, what):
+    """The same steps. The first raises ValueError if another run of `owner` has neither ended nor been closed."""
+    if owner.busy:
+        raise ValueError(f"{what} is in use by a run that has not ended: finish that, or close its iterator")
+    owner.busy = True
+    try:
+        yield from steps
+    finally:
+        owner.busy = False
 
 
 def completions(steps):
@@ -262,8 +206,9 @@ def completions(steps):
     return [step.completion for step in sorted(finished, key=lambda step: step.row)]
 
 
-def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options):
-    """Generate, and return the finished `Completion`s: num_return_sequences for each prompt, in the prompts' order.
+@takes_options
+def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options: Unpack[GenerateOptions]):
+    """Generate, and return the finished `Completion`s: num_return_sequences per prompt, in the order of the prompts.
 
     Arguments and errors are those of `stream`.
     """

@@ -1,88 +1,100 @@
-"""A text that grows turn by turn: someone adds to it, the model goes on, and what it has read stays in the cache."""
+"""Interactive sessions: a text that grows turn by turn, with a K/V cache kept between turns."""
 
-import threading
+from __future__ import annotations
 
-from minigen.api import check_options, stream
-from minigen.engine.decode import PrefixCache, exclusive, shifted
-from minigen.engine.validation import require
+from typing import TYPE_CHECKING
+
+from minigen.api import exclusive, stream
+from minigen.engine.decode import PrefixCache, shift_context
+from minigen.options import OptionError, check_options, require, takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from minigen.options import GenerateOptions
 
 
 class Session:
-    """A text, the options with which a model continues it, and the keys and values of what the model has read of it.
+    """A text, the options with which a model continues it, and the K/V cache of what the model has read of it.
 
-    draft_model, options: as for `stream`, for one continuation at a time. Beam search, speculation, a window and
-    use_cache=False keep nothing between turns: they run the whole text each time. Raises what `stream` raises for
-    options that cannot be used.
+    draft_model, options: as for `stream`, with one continuation at a time. `context` may be read, and set to a list of
+    ids; `copy()` branches the session. With a window or use_cache=False nothing is kept between turns: each runs the
+    whole text. Raises what `stream` raises for invalid options.
     """
 
-    def __init__(self, model, tokenizer, *, draft_model=None, **options):
-        # A bias may name its token by text; `stream` below looks at those.
-        without_bias = {name: value for name, value in options.items() if name != "logit_bias"}
-        checked = check_options(without_bias, drafts=draft_model is not None)
+    @takes_options
+    def __init__(self, model, tokenizer, *, draft_model=None, **options: Unpack[GenerateOptions]):
+        checked = check_options(options, drafts=draft_model is not None, model=model, tokenizer=tokenizer)
         n = checked.decoding.num_return_sequences
         require(n == 1, "num_return_sequences", n, "1 in a session, where each text is the beginning of the next")
-        stream(model, tokenizer, [], draft_model=draft_model, **options)
         self.model = model
         self.tokenizer = tokenizer
         self.draft_model = draft_model
         self.options = options
         self.config = checked.decoding
-        speculates = draft_model is not None or checked.speculation.prompt_lookup_num_tokens
-        keeps = checked.beam.num_beams == 1 and not speculates and self.config.use_cache and not self.config.window
-        self.cache = PrefixCache(model) if keeps else None
-        self.context = []  # the ids of the text so far, those that a shift has dropped left out
-        self.lock = threading.Lock()  # held while a turn is made
-        self.next_seed = self.config.seed  # of the next turn: each has one more than the last, so that none repeats it
+        self.cache = PrefixCache(model) if self.config.use_cache and not self.config.window else None
+        self.busy = False  # whether a turn is being generated
+        self.ids = []  # of the whole text so far
+        self.seed = self.config.seed  # the same for all turns: the random numbers depend on the position in the text
 
-    def _appended(self, context, ids):
-        """The context after these ids, shifted as often as `Row.accept` shifts."""
-        context = list(context)
-        for token in ids:
-            context.append(token)
-            if self.config.context_shift and len(context) > self.model.config.n_positions:
-                context = shifted(context, self.config.keep)
-        return context
+    @property
+    def context(self):
+        """The ids of the text so far that the model still sees: all of them, or those that context shifts left."""
+        n_positions = self.model.config.n_positions
+        return shift_context(self.ids, n_positions, self.config.keep) if self.config.context_shift else self.ids
 
-    def _visible_ids(self, ids, text):
-        """The generated ids as the text was shown: without end-of-text, a stop string, or half a character."""
-        for visible in (ids, ids[:-1]):
-            if self.tokenizer.decode(visible) == text:
-                return visible
-        return self.tokenizer.encode(text)
+    @context.setter
+    def context(self, ids):
+        self.ids = list(ids)
+
+    def copy(self):
+        """A branch: another session with the same text, options and cache contents. Both go on independently."""
+        branch = Session(self.model, self.tokenizer, draft_model=self.draft_model, **self.options)
+        branch.seed, branch.ids = self.seed, list(self.ids)
+        branch.cache = self.cache and self.cache.copy()
+        return branch
 
     def turn(self, text):
-        """Add `text`, and yield a `Step` for each token with which the model goes on, the last with the `Completion`.
+        """Add `text`, and yield a `Step` for each token of the model's continuation, the last with the `Completion`.
 
-        The text is added on a line of its own, behind a line break; an empty one adds nothing. However the turn ends,
-        also by an exception or with the iterator closed, its text so far is part of the session's. The first step
-        raises ValueError, with nothing changed, where text and turn are too long for the model, and where the turn
-        before has not ended.
+        The text is added on a new line; an empty one adds nothing. If the turn is interrupted (exception, closed
+        iterator), the text generated so far is kept. The first step raises ValueError, with nothing changed, if the
+        text is too long for the model, or the previous turn has not ended.
         """
-        return exclusive(self.lock, self._turn(text), "the session")
+        return exclusive(self, self._turn(text), "the session")
 
     def _turn(self, text):
         require(isinstance(text, str), "text", text, "a text")
         n_positions = self.model.config.n_positions
-        ids = self.tokenizer.encode("\n" * bool(self.context and text) + text)
-        prompt = self._appended(self.context, ids)
-        if len(ids) > n_positions:
-            raise ValueError(f"this turn has {len(ids)} tokens; the model takes at most {n_positions}: shorten it")
-        if len(prompt) > n_positions:
-            raise ValueError(
-                f"the text so far has {len(self.context)} tokens and this turn {len(ids)}; the model takes at most "
-                f"{n_positions}: begin a new text, or use context_shift"
+        ids = self.tokenizer.encode("\n" * bool(self.ids and text) + text, add_special_tokens=not self.ids)
+        prompt = self.ids + ids
+        if len(prompt) > n_positions and not self.config.context_shift:
+            raise OptionError(
+                f"the text so far has {len(self.ids)} tokens and this turn {len(ids)}; the model takes at most "
+                f"{n_positions}: begin a new text, or use {{context_shift}}"
             )
         if not prompt and self.model.config.bos_token_id is not None:
             prompt = [self.model.config.bos_token_id]
-        options = self.options | {"seed": self.next_seed}
+        options = self.options | {"seed": self.seed}
         steps = stream(self.model, self.tokenizer, [prompt], draft_model=self.draft_model, cache=self.cache, **options)
-        self.next_seed += 1
-        generated, shown = [], ""
+        generated, completion = [], None
         try:
             for step in steps:
                 generated += [] if step.token is None else [step.token]
-                shown += step.text
+                completion = step.completion
                 yield step
         finally:
             steps.close()
-            self.context = self._appended(prompt, self._visible_ids(generated, shown))
+            self.ids = prompt + (generated if completion is None else self._kept_ids(completion))
+
+    def _kept_ids(self, completion):
+        """The generated ids that the next turn goes on from: without EOS or a stop string."""
+        ids = completion.token_ids
+        if completion.finish_reason == "eos":
+            return ids[:-1]
+        if completion.finish_reason == "stop":
+            without_last = self.tokenizer.decode(ids[:-1])
+            if without_last != completion.text:
+                return self.tokenizer.encode(completion.text, add_special_tokens=False)
+            return ids[:-1]
+        return ids

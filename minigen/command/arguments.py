@@ -1,285 +1,285 @@
-"""What may be typed on the command line: the options, the help page, and the prompts that it names."""
+"""Command-line parsing: options (argparse), --help, and where prompts come from."""
 
 import argparse
+import codecs
+import contextlib
 import difflib
 import os
 import re
+import shutil
 import sys
-from dataclasses import fields
-from pathlib import Path
+import textwrap
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import minigen
-from minigen.api import CONFIGS, OPTION_NAMES
-from minigen.engine.validation import is_number, require, short_repr
+from minigen.engine.validation import is_int
 from minigen.files.hub import DEFAULT_MODEL
+from minigen.options import BIAS, OPTIONS, SWITCH, Config, Kind, check_conflicts, declared, option, whole
 
-# Other engines' names for an option, accepted but not shown.
-ALIASES = {
-    "max_tokens": ["--max-new-tokens", "--n-predict"],
-    "temperature": ["--temp"],
-    "repetition_penalty": ["--repeat-penalty"],
-    "stop": ["--reverse-prompt"],
+NAME = Kind("a name", lambda value: isinstance(value, str))
+FILE = Kind("the name of a file", lambda value: isinstance(value, str) and value)
+INPUT = FILE._replace(allowed="the name of a file, or - for stdin")
+STRIDE = whole(1)._replace(contains=is_int)  # its range depends on the model
+MAX_BYTES = 2**26  # the most that is read of a file: no text that fits a model or can be scored in a day is longer
+
+
+@dataclass(frozen=True)
+class CommandConfig(Config):
+    """The options that only the command has."""
+
+    # fmt: off
+    model: str | None = option(None, NAME, "NAME", "model", None, "-m",
+        help=f"checkpoint folder, name or Hugging Face Hub id (default {DEFAULT_MODEL})")
+    file: str | None = option(None, INPUT, "FILE", "prompt", None, "-f",
+        help="continue the text of a file")
+    prompts_file: str | None = option(None, INPUT, "FILE", "prompt",
+        help="continue each line of a file")
+    interactive: bool = option(False, SWITCH, None, "prompt", None, "-i",
+        help="read a line, continue it, read the next; /help lists the commands")
+    speculative: bool = option(False, SWITCH, None, "speculative decoding",
+        help="the default draft model of the model proposes tokens, the model verifies them")
+    draft_model: str | None = option(None, NAME, "NAME", "speculative decoding",
+        help="this smaller model proposes tokens, the model verifies them")
+    prompt_cache: str | None = option(None, FILE, "FILE", "cache",
+        help="save the prompt's K/V cache; the next run reuses what its prompt has in common")
+    json: bool = option(False, SWITCH, None, "output",
+        help="print each text as one line of JSON, with ids and timings")
+    show_probs: bool = option(False, SWITCH, None, "output",
+        help="on a terminal, colour tokens by probability; list unlikely ones")
+    no_stream: bool = option(False, SWITCH, None, "output",
+        help="print each text when it is complete")
+    no_echo: bool = option(False, SWITCH, None, "output",
+        help="do not print the prompt")
+    trace: str | None = option(None, FILE, "FILE", "output",
+        help="write a page (HTML) that shows each step of the run")
+    score: str | None = option(None, INPUT, "FILE", "output",
+        help="generate nothing: print the log-probability and perplexity of a file's text")
+    stride: int | None = option(None, STRIDE, "N", "output",
+        help="with --score: tokens between the starts of two windows (default half the context)")
+    quiet: bool = option(False, SWITCH, None, "output", None, "-q",
+        help="no header and no closing line on stderr")
+    version: bool = option(False, SWITCH, None, "output",
+        help="print the version")
+    help: bool = option(False, SWITCH, None, "output", None, "-h",
+        help="print this page")
+    # fmt: on
+
+
+ALL = declared(CommandConfig) | {name: item for name, item in OPTIONS.items() if item.group}
+
+
+def _flags(name):
+    """(the flags that the help page shows, hidden aliases) of an option."""
+    more = ALL[name].flags.split()
+    short = [flag for flag in more if flag[:2] != "--"]
+    long = [flag for flag in more if flag[:2] == "--"]
+    if ALL[name].default is not True:  # use_cache is typed as --no-cache
+        long.insert(0, f"--{name.replace('_', '-')}")
+    return [*short, long[0]], long[1:]
+
+
+FLAGS = {name: _flags(name)[0][-1] for name in ALL}  # by which messages name an option that was not typed
+
+# ---------------------------------------------------------------------------------------- help
+
+GROUPS = ("model", "prompt", "length", "sampling", "beam search", "speculative decoding", "cache", "output")
+EXAMPLES = """
+examples:
+  minigen "Once upon a time" --temperature 0.8 --seed 1
+  minigen -m gpt2 "The capital of France is" --temperature 0 -n 20
+  minigen -m gpt2 -f prompt.txt --num-beams 4
+  minigen --prompts-file prompts.txt --json > texts.jsonl
+  minigen -i --speculative
+  minigen --score LICENSE
+"""
+
+
+def _help_line(name, width):
+    """An option's flags, what it does, and its default."""
+    item = ALL[name]
+    details = ["repeatable"] if item.kind.repeatable else []
+    if isinstance(item.default, int | float) and item.kind is not SWITCH:
+        off = item.kind.off
+        details.append(f"default {item.default:g}" if item.default is not False else "default false")
+        details += [] if off is None else ["off"] if off == item.default else [f"{off} is off"]
+    flags = f"  {', '.join(_flags(name)[0])} {item.metavar or ''}"
+    text = item.help + (f" ({', '.join(details)})" if details else "")
+    return textwrap.fill(text, width, initial_indent=f"{flags:<33}", subsequent_indent=" " * 33)
+
+
+def help_page():
+    """The text of --help, as wide as the terminal: every option by groups, and examples."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    about = (
+        "Continue a text with GPT-2. The text goes to stdout, everything else to stderr. Without a prompt, or with -, "
+    )
+    parts = ["usage: minigen [PROMPT ...] [options]", textwrap.fill(about + "the prompt is read from stdin.", width)]
+    for group in GROUPS:
+        parts.append("\n".join([f"{group}:", *(_help_line(name, width) for name in ALL if ALL[name].group == group)]))
+    return "\n\n".join(parts) + "\n" + EXAMPLES
+
+
+# ---------------------------------------------------------------------------------------- parsing
+
+# What other programs have -> what to do here.
+HINTS = {
+    "--greedy": "use --temperature 0",
+    "--do-sample": "leave it out; --temperature 0 is greedy decoding",
+    "--max-length": "use --max-tokens",
+    "--length": "use --max-tokens",
+    "--prompt": 'give the prompt without an option, as in minigen "Once upon a time"',
+    "-p": 'give the prompt without an option, as in minigen "Once upon a time"',
+    "--beam-size": "use --num-beams",
+    "--num-samples": "use --num-return-sequences",
+    "--assistant-model": "use --draft-model",
 }
-DEFAULTS = {field.name: field.default for config in CONFIGS for field in fields(config)}
 
 
-# ---------------------------------------------------------------------------------------- options
+class _Record(argparse.Action):
+    """Records the texts of an option, and the flag by which it was typed."""
+
+    def __call__(self, parser, typed, text, flag=None):
+        typed.texts.setdefault(self.dest, []).append(text)
+        typed.flags[self.dest] = flag
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with prompts anywhere between the options, errors of one line, and a help page of one screen."""
+class _Parser(argparse.ArgumentParser):
+    def _get_values(self, action, texts):
+        # argparse drops the value of --stop=-- before Python 3.13.
+        return texts[0] if texts else None
 
-    def parse_args(self, argv):
-        """The options of a command line, and its prompts: what is no option, and all that stands after `--`."""
-        end = argv.index("--") if "--" in argv else len(argv)
-        # argparse wants positional arguments to stand together; prompts are what a parser without any leaves over.
-        args, args.prompt = self.parse_known_args(argv[:end])
-        for text in args.prompt:
-            # As argparse has it: what holds a space, and a negative number, is no option.
-            if re.fullmatch(r"-[^ ]+", text) and not re.fullmatch(r"-\d+|-\d*\.\d+", text):
-                flag = text.partition("=")[0]
-                nearest = difflib.get_close_matches(flag, self._option_string_actions, 1, cutoff=0.7)
-                advice = f"did you mean {nearest[0]}?" if nearest else "a prompt that begins so stands after --"
-                self.error(f"there is no option {flag}: {advice}")
-        args.prompt += argv[end + 1 :]
-        return args
 
-    def error(self, message):
-        raise ValueError(f"{message} (see {self.prog} --help)")
+def build_parser():
+    """All flags; the values stay text."""
+    parser = _Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, item in ALL.items():
+        shown, hidden = _flags(name)
+        nargs = {"nargs": 0} if item.kind is SWITCH else {}
+        parser.add_argument(*shown, *hidden, dest=name, action=_Record, default=argparse.SUPPRESS, **nargs)
+    return parser
 
-    def to_cli_message(self, message, argv):
-        """An error's message with options named as they were typed, and without None, True and False.
 
-        argparse names an option by all its flags; the Python API by its keyword, which is known by its place at the
-        message's beginning or by an underscore.
-        """
-        actions = self._option_string_actions
-        # Of an option that was not typed the long flag; those of aliases come after it.
-        flags = {action.dest: action.option_strings[-1] for action in reversed(actions.values())}
-        flags |= {actions[flag].dest: flag for flag in (arg.partition("=")[0] for arg in argv) if flag in actions}
+class Typed(NamedTuple):
+    """A command line as it was typed."""
 
-        message = re.sub(r": ignored explicit argument (.*) \(see", r": takes no value; leave \1 out (see", message)
-        names = "|".join(OPTION_NAMES & flags.keys())
-        message = re.sub(r"^argument (?:\S+/)?(\S+):", lambda match: f"{flags[actions[match[1]].dest]}:", message)
-        message = re.sub(rf"^({names}) is .*; it must be (?:None|True|False) (?=with)", r"\1 cannot be given ", message)
-        message = re.sub(rf"^((?:{names}) is .*), or None\b", r"\1", message)
+    texts: dict[str, list[str]]  # option -> its values
+    flags: dict[str, str]  # option -> the flag that was typed, or else its usual one
+    prompts: list[str]
 
-        def as_flag(match):
-            return flags[match[0]] if match.start() == 0 or "_" in match[0] else match[0]
 
-        return re.sub(rf"(?<![\w/.'\"-])(?:{names})(?![\w/'\"])", as_flag, message)
+def parse(argv):
+    """What a command line says. Prompts may stand anywhere between the options, and after `--`.
 
-    def format_help(self):
-        """The usage and every option on a line of its own, by groups."""
-        lines = [self.description]
-        for group in self._action_groups:
-            shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-            lines += [f"{group.title}:"] if shown else []
-            for action in shown:
-                flags = ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
-                lines.append(f"  {flags:28} {action.help}")
-        return "\n".join([*lines, self.epilog, ""])
+    Raises ValueError for an unknown option, and for one without its value.
+    """
+    parser, end = build_parser(), argv.index("--") if "--" in argv else len(argv)
+    typed = argparse.Namespace(texts={}, flags=dict(FLAGS))
+    try:
+        _, prompts = parser.parse_known_args(argv[:end], typed)
+    except argparse.ArgumentError as error:
+        names = error.argument_name.split("/")
+        flag = next((arg for arg in (arg.partition("=")[0] for arg in reversed(argv)) if arg in names), names[-1])
+        problem = "takes no value" if "ignored" in error.message else "needs a value"
+        raise ValueError(f"{flag} {problem} (see minigen --help)") from None
+    if "help" in typed.texts or "version" in typed.texts:
+        prompts = []
+    for text in prompts:
+        # As for argparse, a text with a space and a negative number are not options.
+        if re.fullmatch(r"-[^ ]+", text) and not re.fullmatch(r"-\d+|-\d*\.\d+", text):
+            flag = text.partition("=")[0]
+            known = parser._option_string_actions
+            nearest = difflib.get_close_matches(flag, known, 1, cutoff=0.7)
+            nearest = nearest or [other for other in known if other.startswith(flag) and len(flag) > 3]
+            advice = f"did you mean {nearest[0]}?" if nearest else "to use it as a prompt, put it after --"
+            raise ValueError(f"there is no option {flag}: {HINTS.get(flag, advice)} (see minigen --help)")
+    return Typed(typed.texts, typed.flags, prompts + argv[end + 1 :])
 
 
 def _decode(data):
-    """Bytes -> text. What is not UTF-8 becomes U+FFFD, as in GPT-2's own training text."""
+    """Bytes -> text. Bytes that are not UTF-8 become U+FFFD, as in GPT-2's own training text."""
     return data.decode("utf-8", "replace")
 
 
-def _text(argument):
+def _decode_argument(argument):
     """An argument's text: fsencode gives back the bytes that the shell passed, whatever the locale made of them."""
     return _decode(os.fsencode(argument))
 
 
-def _bias(text):
-    """ID+BIAS, ID-BIAS, or TOKEN=BIAS with a token's text -> (id or text, bias)."""
-    text = _text(text)
-    match = re.fullmatch(r"(\d+)([+-].+)", text, re.ASCII) or re.fullmatch(r"(.+)=([^=]+)", text, re.DOTALL)
-    try:
-        token, bias = match.groups()
-        return (int(token) if match.re.pattern.startswith(r"(\d") else token), float(bias)
-    except (AttributeError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not ID+BIAS, ID-BIAS or TEXT=BIAS, such as 262-5, 262-inf or ' the'=1.5"
-        ) from None
+NOT_FOR_SCORING = [name for name in ALL if name not in ("model", "score", "stride", "logprobs", "json", "quiet")]
+# (option, whether a command line cannot have it, what an error says), as in options.py.
+CONFLICTS = (
+    *((name, lambda args: args.score, "{score} generates nothing: leave it out") for name in NOT_FOR_SCORING),
+    ("stride", lambda args: not args.score, "only {score} uses it: leave it out"),
+    ("show_probs", lambda args: args.json, "{json} prints no colours: use {logprobs} instead"),
+    ("trace", lambda args: args.interactive, "{interactive} writes no page: leave it out"),
+    ("show_probs", lambda args: args.interactive, "{interactive} prints no colours: leave it out"),
+    ("prompt_cache", lambda args: args.interactive, "{interactive} keeps its own cache: leave it out"),
+)  # fmt: skip
 
 
-def _file(text):
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not the name of a file")
-    return text
-
-
-def _whole_number(text):
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number") from None
-
-
-def _number(text):
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _early_stopping(text):
-    choices = {"true": True, "false": False, "never": "never"}
-    if text not in choices:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
-    return choices[text]
-
-
-def _draft_tokens(text):
-    if text != "auto" and not re.fullmatch(r"[+-]?\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
-    return text if text == "auto" else int(text)
-
-
-def build_parser():
-    """The command line's options; those of `generate` are in the result only where they were given."""
-    parser = Parser(
-        prog="minigen",
-        description="usage: minigen [PROMPT ...] [options]    Continues a text with GPT-2, on stdout.",
-        epilog="Switches are off by default. Filters work in the order penalties, n-grams,\n"
-        "bias, temperature, top-k, top-p, min-p, typical-p.",
-        add_help=False,
-        allow_abbrev=False,
-    )
-
-    def option(group, flags, metavar, help, off=None, **kwargs):
-        """One option of `generate`: absent unless given, of its default's type, and its default shown.
-
-        off: the value that switches it off; None where there is none.
-        """
-        name = flags.split()[-1].removeprefix("--").replace("-", "_")
-        default = DEFAULTS[name]
-        if metavar:
-            kwargs["metavar"] = metavar
-        if "action" not in kwargs:
-            kwargs.setdefault("type", _number if isinstance(default, float) else _whole_number)
-        if is_number(default):
-            neutral = "" if off is None else ", off" if off == default else f", off at {off}"
-            help += f" (default {default:g}{neutral})"
-        group.add_argument(*flags.split(), dest=name, default=argparse.SUPPRESS, help=help, **kwargs)
-        for alias in ALIASES.get(name, ()):
-            group.add_argument(alias, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
-
-    group = parser.add_argument_group("model")
-    source = "folder, name or hub id"
-    group.add_argument("-m", "--model", metavar="NAME", help=f"{source} (default {DEFAULT_MODEL})")
-
-    group = parser.add_argument_group("prompt (- is stdin, also read where there is no prompt)")
-    group.add_argument("-f", "--file", metavar="FILE", help="continue the text of a file (default none)")
-    group.add_argument("--prompts-file", metavar="FILE", help="continue each line of a file (default none)")
-    group.add_argument("-i", "--interactive", action="store_true", help="read a line, continue it, read the next ...")
-
-    group = parser.add_argument_group("length")
-    option(group, "-n --max-tokens", "N", "the most tokens to generate")
-    option(group, "--min-tokens", "N", "no end of text before N tokens", off=0)
-    option(group, "--ignore-eos", None, "go on where the model would end the text", action="store_true")
-    stop_help = "end before TEXT; repeatable (default none)"
-    option(group, "--stop", "TEXT", stop_help, action="append", type=_text)
-    option(group, "--num-return-sequences", "N", "continuations of each prompt")
-
-    group = parser.add_argument_group("sampling")
-    option(group, "--temperature", "T", "0 takes the best, 1 is neutral")
-    option(group, "--top-k", "K", "the K best tokens only", off=0)
-    option(group, "--top-p", "P", "the fewest that hold P", off=1)
-    option(group, "--min-p", "P", "at least P times the best one", off=0)
-    option(group, "--typical-p", "P", "the most typical that hold P", off=1)
-    option(group, "--repetition-penalty", "X", "against tokens of the text", off=1)
-    option(group, "--presence-penalty", "X", "against tokens of the output", off=0)
-    option(group, "--frequency-penalty", "X", "the same, each time it occurs", off=0)
-    option(group, "--no-repeat-ngram-size", "N", "no run of N tokens twice", off=0)
-    bias_help = "or ID-inf, TEXT=BIAS; repeatable (default none)"
-    option(group, "--logit-bias", "ID+BIAS", bias_help, action="append", type=_bias)
-    option(group, "-s --seed", "N", "repeat a run (default random, and shown)")
-
-    group = parser.add_argument_group("beams")
-    option(group, "--num-beams", "N", "keep the N best partial texts", off=1)
-    option(group, "--length-penalty", "X", "0: by sum; more: longer")
-    stop_help = "true, false or never better (default false)"
-    option(group, "--early-stopping", "WHEN", stop_help, type=_early_stopping)
-
-    group = parser.add_argument_group("speculation")
-    group.add_argument("--speculative", action="store_true", help="let the smaller model known to fit draft")
-    group.add_argument("--draft-model", metavar="NAME", help="let this one draft (default none)")
-    option(group, "--num-draft-tokens", "N|auto", "tokens it proposes at a time", type=_draft_tokens)
-    option(group, "--prompt-lookup-num-tokens", "N", "draft from the text itself", off=0)
-    option(group, "--max-matching-ngram-size", "N", "longest end to look up in it")
-
-    group = parser.add_argument_group("cache")
-    cache_help = "keep the prompt's keys and values (default none)"
-    group.add_argument("--prompt-cache", type=_file, metavar="FILE", help=cache_help)
-    option(group, "--window", "W", "see only the last W tokens (default all)")
-    option(group, "--context-shift", None, "drop the older half when it is full", action="store_true")
-    option(group, "--keep", "N", "but never the first N tokens")
-    no_cache_help = "slow: run the whole text for each token"
-    group.add_argument(
-        "--no-cache", dest="use_cache", action="store_false", default=argparse.SUPPRESS, help=no_cache_help
-    )
-
-    group = parser.add_argument_group("output")
-    option(group, "--logprobs", "N", "with those of the N best tokens (default off)")
-    group.add_argument("--show-probs", action="store_true", help="colour tokens by probability, on a terminal")
-    group.add_argument("--json", action="store_true", help="one JSON object a line for each text")
-    group.add_argument("--no-stream", action="store_true", help="print each text when it is complete")
-    group.add_argument("--no-echo", action="store_true", help="do not print the prompt")
-    group.add_argument("--trace", type=_file, metavar="FILE", help="write a page that shows the run (default none)")
-    group.add_argument("--score", type=_file, metavar="FILE", help="print a text's perplexity only (default none)")
-    group.add_argument(
-        "--stride", type=_whole_number, metavar="N", help="between its windows (default half the context)"
-    )
-    group.add_argument("-q", "--quiet", action="store_true", help="no header and closing line on stderr")
-    group.add_argument("--version", action="version", version=f"minigen {minigen.__version__}", help="show it")
-    group.add_argument("-h", "--help", action="help", help="show this")
-    return parser
+def read_options(typed):
+    """(the `CommandConfig`, {option of `generate`: value}) of a command line. Raises OptionError."""
+    values = {}
+    for name, texts in typed.texts.items():
+        item = ALL[name]
+        if item.kind is SWITCH:
+            values[name] = not item.default
+            continue
+        parsed = [item.kind.parse(_decode_argument(text) if item.kind.repeatable else text) for text in texts]
+        if item.kind.repeatable:
+            values[name] = dict(parsed) if item.kind is BIAS else parsed
+        else:  # the last one counts
+            values[name] = [item.check(name, value) for value in parsed][-1]
+    args = CommandConfig(**{name: values[name] for name in declared(CommandConfig) if name in values})
+    check_conflicts(CONFLICTS, values, args)
+    return args, {name: value for name, value in values.items() if name in OPTIONS}
 
 
 # ---------------------------------------------------------------------------------------- prompts
 
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
 
 def decode_file(data):
     """The text of a file's bytes, without byte order mark and without one final newline."""
-    return _decode(data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").removesuffix(b"\r"))
+    text = data.decode("utf-16", "replace") if data.startswith(UTF_16) else _decode(data.removeprefix(codecs.BOM_UTF8))
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_file(path):
-    """The text of a file or of stdin ("-")."""
-    require(path, "the name of the file", path, "that of a file, or - for stdin")
-    if path == "-" and sys.stdin is None:
-        raise OSError("the prompt should come from stdin, which is closed")
-    return decode_file(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
-
-
-def read_prompts(args):
-    """The prompts of a command line. Raises OSError for files that cannot be read, ValueError where there is none.
-
-    Interactive mode takes one of the command line or of a file for its first turn, and leaves stdin alone.
-    """
-    sources = [bool(args.prompt), args.file is not None, args.prompts_file is not None]
-    if sum(sources) > 1:
-        raise ValueError("prompts come from the command line, from --file or from --prompts-file; give one of these")
+    """The text of a file or of stdin ("-"). Raises OSError if it cannot be read, ValueError if it is too long."""
+    name = "stdin" if path == "-" else path
     try:
-        if args.file is not None:
-            return [read_file(args.file)]
-        if args.prompts_file is not None:
-            text = read_file(args.prompts_file)
-            if not text:
-                raise ValueError(f"{args.prompts_file} is empty; it must hold a prompt on each line")
-            return re.split("\r?\n", text)
+        if path == "-" and sys.stdin is None:
+            raise OSError("it is closed")
+        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise OSError(
-            f"cannot read the prompt from {args.file or args.prompts_file}: {error.strerror or error}"
-        ) from error
-    if args.prompt.count("-") > 1:
-        raise ValueError("- stands twice among the prompts, and stdin can be read once: leave one out")
-    if args.prompt:
-        return [read_file("-") if prompt == "-" else _text(prompt) for prompt in args.prompt]
-    if args.interactive:
-        return []
+        raise OSError(f"cannot read {name}: {error.strerror or error}") from error
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{name} has more than {MAX_BYTES // 2**20} MiB: give a part of it")
+    return decode_file(data)
+
+
+def read_prompts(args, prompts):
+    """The prompts of a run: those that were typed, or those of files or stdin.
+
+    Interactive mode needs none, and leaves stdin alone. Raises OSError for files that cannot be read, ValueError if
+    there is no prompt.
+    """
+    if bool(prompts) + (args.file is not None) + (args.prompts_file is not None) > 1:
+        raise ValueError("prompts come from the command line, from --file or from --prompts-file; give one of these")
+    if args.file is not None:
+        return [read_file(args.file)]
+    if args.prompts_file is not None:
+        text = read_file(args.prompts_file)
+        if not text:
+            raise ValueError(f"{args.prompts_file} is empty; it must hold a prompt on each line")
+        return re.split("\r?\n", text)
+    if prompts.count("-") > 1:
+        raise ValueError("- (stdin) can be given only once")
+    if prompts or args.interactive:
+        return [read_file("-") if prompt == "-" else _decode_argument(prompt) for prompt in prompts]
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError('there is no prompt: give one, as in minigen "Once upon a time", or pipe it in')
     return [read_file("-")]

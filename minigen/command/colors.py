@@ -1,7 +1,7 @@
-"""Generated text for a terminal, each token in a style that says how probable the model found it.
+"""Colours generated tokens by probability (ANSI escape sequences).
 
-The less probable, the more the style stands out, by more than its colour: unlikely tokens are underlined, very unlikely
-ones bold as well.
+The less probable a token, the more conspicuous its style, and not by colour alone: unlikely tokens are underlined, very
+unlikely ones are also bold.
 """
 
 import math
@@ -10,7 +10,7 @@ from itertools import groupby
 
 from minigen.text.stream import IncrementalUtf8Decoder
 
-# (least probability, the style from there on as a terminal's SGR codes, its name), most probable first.
+# (least probability, style as SGR codes, name), most probable first.
 LEVELS = (
     (0.5, "", "50 % and more"),
     (0.1, "36", "10 to 50 %"),  # cyan
@@ -21,8 +21,8 @@ UNLIKELY = 0.1  # below this, tokens are underlined
 
 
 def has_colours(file):
-    """Whether to colour what is written to `file`: a terminal that can, and NO_COLOR (no-color.org) is not set."""
-    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether to colour `file`: it is a terminal with colours, and NO_COLOR (no-color.org) is not set."""
+    return file is not None and file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _styled(text, style):
@@ -30,25 +30,25 @@ def _styled(text, style):
 
 
 def legend():
-    """One line that shows every style."""
+    """One line with every style."""
     return "probability: " + " · ".join(_styled(name, style) for _, style, name in LEVELS)
 
 
 class TokenColorizer:
     """Colours the text of one row's steps.
 
-    Text may come later than its token: half a character waits for the rest, and what may become a stop string is held
-    back. So each character's style is queued when its last byte is in, and used when the character is shown. A
-    character made of several tokens is as probable as all of them together.
+    Text may come later than its token: an incomplete character waits for its last byte, and a possible stop string is
+    held back. So the style of a character is queued when its last byte arrives, and used when the character is printed.
+    The probability of a character that is made of several tokens is the product of theirs.
     """
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self._utf8 = IncrementalUtf8Decoder()
         self._logprob = 0.0  # of the tokens since the last whole character
-        self._styles = []  # of the characters that are not shown yet
+        self._styles = []  # of the characters that are not printed yet
 
-    def paint(self, step):
+    def render(self, step):
         """The step's text with its styles. Every style ends where the text ends, and before a line break."""
         characters = ""
         if step.token is not None:
@@ -60,6 +60,6 @@ class TokenColorizer:
             style = next(style for least, style, _ in LEVELS if math.exp(self._logprob) >= least)
             self._styles += ["" if character == "\n" else style for character in characters]
             self._logprob = 0.0
-        shown, self._styles = self._styles[: len(step.text)], self._styles[len(step.text) :]
-        runs = groupby(zip(step.text, shown, strict=True), key=lambda pair: pair[1])
+        styles, self._styles = self._styles[: len(step.text)], self._styles[len(step.text) :]
+        runs = groupby(zip(step.text, styles, strict=True), key=lambda pair: pair[1])
         return "".join(_styled("".join(character for character, _ in pairs), style) for style, pairs in runs)

@@ -1,56 +1,58 @@
 """What Ctrl-C (SIGINT) and SIGTERM do at each stage of the command."""
 
-import contextlib
+# `__main__` imports this first, to have handlers early: only what Python has loaded by then is imported here.
 import os
 import signal
-import threading
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _handle(handler):
-    """Let both signals call `handler`. One that whoever started the process had it ignore stays ignored."""
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        for number in NUMBERS:
-            if signal.getsignal(number) != signal.SIG_IGN:
+def _set_handlers(handlers):
+    """Set the handlers of both signals. A signal that the parent process made this one ignore stays ignored."""
+    for number, handler in zip(NUMBERS, handlers, strict=True):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            try:
                 signal.signal(number, handler)
+            except ValueError:  # only the main thread may set handlers
+                return
 
 
 def exit_immediately():
-    """From now on a signal ends the process, with no `finally` and nothing shown."""
-    _handle(lambda number, _: os._exit(128 + number))
+    """From now on the signals terminate the process immediately: no cleanup, no traceback."""
+    _set_handlers([lambda number, _: os._exit(128 + number)] * 2)
 
 
 def swallow_signals():
-    """From now on signals are ignored: what is left to do takes a moment."""
-    _handle(lambda number, _: None)
+    """From now on the signals do nothing. For what takes only a moment."""
+    _set_handlers([lambda number, _: None] * 2)
 
 
 def raise_on_next_signal():
-    """The next signal raises KeyboardInterrupt or SystemExit, so that every `finally` has its turn.
+    """The next signal raises KeyboardInterrupt or SystemExit, so that every `finally` runs.
 
-    Those after it do nothing, or they would interrupt that; until this is called again.
+    Later signals do nothing, so that they do not interrupt the cleanup, until this is called again.
     """
 
     def handler(number, _):
         swallow_signals()
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    _handle(handler)
+    _set_handlers([handler] * 2)
 
 
-def ignore():
-    """For the rest of the process: Python's shutdown would otherwise hand them back to the system, which ends it."""
-    _handle(signal.SIG_IGN)
+def ignore_signals():
+    """Ignore both signals until the process exits.
+
+    Python restores the default handlers during its shutdown, and a late Ctrl-C would kill the process.
+    """
+    _set_handlers([signal.SIG_IGN] * 2)
 
 
-@contextlib.contextmanager
-def restored():
-    """Afterwards the handlers are those from before."""
-    before = [signal.getsignal(number) for number in NUMBERS]
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in zip(NUMBERS, before, strict=True):
-                signal.signal(number, handler)
+class preserve_handlers:
+    """Context manager: restores the handlers at its end. (contextlib would be one import more.)"""
+
+    def __enter__(self):
+        self.handlers = [signal.getsignal(number) for number in NUMBERS]
+
+    def __exit__(self, *_):
+        _set_handlers(self.handlers)

@@ -4,22 +4,19 @@ A finished text scores
 
     sum of its log-probabilities / generated_length ** length_penalty
 
-where the length counts the generated tokens, end-of-text included, and not the prompt's. Candidates, stopping rules and
-scores are those of the transformers library, hypothesis for hypothesis.
+The length counts the generated tokens, EOS included, but not the prompt's. Candidates, stopping rules and scores are
+those of the transformers library, hypothesis for hypothesis.
 
-The prompt is run once, for one row; then the beams share the rows of one batch, and a step costs one forward pass. A
-beam that goes on stays in its row: once there are num_beams rows, only those of beams that died are overwritten, and,
-if no window has wrapped the ring, only the slots after the prompt.
+The prompt is run once, for one row; then the beams share one batch, and a step costs one forward pass. A beam that goes
+on stays in its row: only the rows of dropped beams are overwritten, from the first id that differs.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.decode import NO_HOOKS, Step, feed, new_cache, prefill
-from minigen.engine.sampler import History, check_logits, log_softmax, process
-from minigen.text.stream import IncrementalUtf8Decoder
+from minigen.engine.decode import GeneratedToken, common_prefix_length
+from minigen.engine.sampler import History, apply_logits_processors, check_logits, log_softmax, top_ids
 
 
 class Candidate(NamedTuple):
@@ -38,25 +35,94 @@ class Hypothesis(NamedTuple):
     tokens: list[int]
 
 
+def beam_search(run, rows, beam):
+    """Search for the most probable continuations of one prompt; yields a `GeneratedToken` for each of their tokens.
+
+    rows: num_return_sequences `Sequence`s of the same prompt, at most num_beams; they get the best texts, best first.
+    If fewer different texts exist, the last rows end without a token. beam: options.BeamConfig.
+    """
+    run.hooks.on_start(run, rows)
+    prompt = list(rows[0].ids)  # a copy: the rows grow
+    hypotheses = _search(run, prompt, beam)
+    for row, hypothesis in zip(rows, hypotheses, strict=False):
+        row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
+        logits = [None] * len(hypothesis.tokens)
+        if run.config.logprobs is not None:  # the search keeps none: run the best text once more, reusing the prompt
+            logits = run.feed([prompt + hypothesis.tokens[:-1]], len(hypothesis.tokens))[0]  # [1, T, V] -> [T, V]
+        for token, row_logits in zip(hypothesis.tokens, logits, strict=True):
+            row.append(token)
+            yield GeneratedToken(row, token, row_logits)
+    for row in rows[len(hypotheses) :]:
+        row.finish_reason = "length"
+        yield GeneratedToken(row, None, None)
+
+
+def _search(run, prompt, beam):
+    """The finished hypotheses of one prompt, best first, at most num_beams."""
+    num_beams, n_prompt = beam.num_beams, len(prompt)
+    max_length = min(run.config.max_tokens, run.model.config.n_positions - n_prompt + 1)
+    # Each beam has at most one candidate per EOS id: of this many, num_beams go on even if all of those end.
+    count = max(2, 1 + len(run.sampling.eos_ids)) * num_beams
+    beams, sums, finished = [[]], [0.0], []
+    logits = run.feed([prompt])[:, 0]  # [1, 1, V] -> [1, V]
+    while True:
+        candidates = _best_candidates(logits, beams, sums, prompt, run.sampling, count)
+        length = len(beams[0]) + 1
+        running = []
+        for rank, candidate in enumerate(candidates):
+            tokens = [*beams[candidate.parent], candidate.token]
+            if run.finish_reason(prompt + tokens, n_prompt) is None:
+                running.append(candidate)
+            elif rank < num_beams:  # a finished text further down the list is dropped
+                score = candidate.sum_logprob / length**beam.length_penalty
+                finished.append(Hypothesis(score, candidate.sum_logprob, tokens))
+        finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:num_beams]
+        kept = _assign_rows(running[:num_beams])
+        run.hooks.on_beam_step(beams, logits, candidates, kept, finished)
+        if not running and not finished:
+            check_logits(np.array([-np.inf]), length - 1)
+        if not running or _is_done(running[0], finished, length, max_length, beam):
+            break
+        beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]
+        sums = [candidate.sum_logprob for candidate in kept]
+        run.cache.reorder([candidate.parent for candidate in kept])
+        logits = run.feed([prompt + tokens for tokens in beams])[:, 0]  # [B, 1, V] -> [B, V]
+    # Leave one row in the cache, the one nearest to the best text: the next turn of a session goes on from there.
+    best = prompt + finished[0].tokens
+    run.cache.reorder([max(range(len(beams)), key=lambda row: common_prefix_length(run.cache.ids[row], best))])
+    return finished
+
+
+def _is_done(best_running, finished, length, max_length, beam):
+    """Whether the search ends: with num_beams finished texts, by the rule that `early_stopping` names."""
+    if len(finished) < beam.num_beams:
+        return False
+    at_length = max_length if beam.early_stopping == "never" and beam.length_penalty > 0 else length
+    best_possible = best_running.sum_logprob / at_length**beam.length_penalty
+    return beam.early_stopping is True or best_possible <= finished[-1].score
+
+
 def _best_candidates(logits, beams, sums, prompt, sampling, count):
     """The `count` most probable extensions of all beams, best first.
 
     logits: [B, V], beams: B lists of generated ids, sums: B sums of log-probabilities.
     """
-    found = []
+    candidates = []
     for parent, (row_logits, beam, total) in enumerate(zip(logits, beams, sums, strict=True)):
-        logprobs = process(log_softmax(row_logits), History(prompt + beam, len(prompt)), sampling)  # [V]
-        if logprobs.max() != -np.inf:  # a beam that cannot go on is no error while others can
+        history = History(prompt + beam, len(prompt))
+        logprobs = apply_logits_processors(log_softmax(row_logits), history, sampling)  # [V]
+        if logprobs.max() != -np.inf:  # a beam that cannot go on is not an error while others can
             check_logits(logprobs, len(beam))
-        # Of one beam no more than `count` can be among the best of all.
-        best = np.argpartition(logprobs, -count)[-count:] if count < len(logprobs) else np.arange(len(logprobs))
-        found += [Candidate(total + float(logprobs[token]), parent, int(token)) for token in best]
-    possible = [candidate for candidate in found if candidate.sum_logprob > -np.inf]
+        # No beam can have more than `count` among the best of all.
+        candidates += [
+            Candidate(total + float(logprobs[token]), parent, int(token)) for token in top_ids(logprobs, count)
+        ]
+    possible = [candidate for candidate in candidates if candidate.sum_logprob > -np.inf]
     return sorted(possible, key=lambda candidate: (-candidate.sum_logprob, candidate.parent, candidate.token))[:count]
 
 
 def _assign_rows(running):
-    """The running candidates in an order in which a beam that goes on stays in its row wherever that row remains."""
+    """The running candidates in an order in which a beam that goes on stays in its row, if that row remains."""
     rows = [None] * len(running)
     displaced = []
     for candidate in running:
@@ -65,79 +131,3 @@ def _assign_rows(running):
         else:
             displaced.append(candidate)
     return [candidate or displaced.pop(0) for candidate in rows]
-
-
-def _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, hooks):
-    """The finished hypotheses of one prompt, best first, at most num_beams."""
-    budget = min(config.max_tokens, model.config.n_positions - len(prompt) + 1)
-    # Each beam has at most one candidate for each end-of-text id: of so many, num_beams go on after all that end so.
-    count = max(2, 1 + len(sampling.eos_ids)) * beam.num_beams
-
-    def ends(tokens):
-        if tokens[-1] in sampling.eos_ids or len(tokens) == budget:
-            return True
-        text = IncrementalUtf8Decoder().push(b"".join(map(tokenizer.token_bytes, tokens))) if config.stop else ""
-        return any(stop in text for stop in config.stop)
-
-    beams, sums, finished = [[]], [0.0], []
-    cache = new_cache(model, [prompt], config)
-    logits = prefill(model, cache, [prompt], stopwatch, prompt_cache, hooks)
-    while True:
-        stopwatch.lap(cache)
-        candidates = _best_candidates(logits, beams, sums, prompt, sampling, count)
-        length = len(beams[0]) + 1
-        running = []
-        for rank, candidate in enumerate(candidates):
-            tokens = [*beams[candidate.parent], candidate.token]
-            if not ends(tokens):
-                running.append(candidate)
-            elif rank < beam.num_beams:  # one that ends further down the list is dropped
-                score = candidate.sum_logprob / length**beam.length_penalty
-                finished.append(Hypothesis(score, candidate.sum_logprob, tokens))
-        finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[: beam.num_beams]
-        kept = _assign_rows(running[: beam.num_beams])
-        hooks.searched(beams, logits, candidates, kept, finished)
-        if not running:
-            if not finished:
-                check_logits(np.array([-np.inf]), length - 1)
-            return finished
-        if len(finished) == beam.num_beams:
-            at_length = budget if beam.early_stopping == "never" and beam.length_penalty > 0 else length
-            best_possible = running[0].sum_logprob / at_length**beam.length_penalty
-            if beam.early_stopping is True or best_possible <= finished[-1].score:
-                return finished
-
-        beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]
-        sums = [candidate.sum_logprob for candidate in kept]
-        if config.use_cache:
-            cache.reorder([candidate.parent for candidate in kept], shared=len(prompt))
-        else:
-            cache = new_cache(model, [prompt] * len(beams), config)
-        logits = feed(model, cache, [prompt + tokens for tokens in beams], hooks)
-
-
-def beam_search(
-    model, rows, tokenizer, sampling, config, beam, stopwatch, prompt_cache=None, hooks=NO_HOOKS
-) -> Iterator[Step]:
-    """Search for the continuations of one prompt; its rows get the best ones, best first.
-
-    rows: `num_return_sequences` rows of the same prompt, at most num_beams. Where fewer different texts exist, the
-    last rows end without a token. prompt_cache: see `decode.prefill`.
-    """
-    hooks.began(rows, sampling, config)
-    if config.max_tokens == 0:
-        yield from (row.end("length") for row in rows)
-        return
-    prompt = list(rows[0].context)  # a copy: the rows grow
-    found = _search(model, prompt, tokenizer, sampling, config, beam, stopwatch, prompt_cache, hooks)
-    for row, hypothesis in zip(rows, found, strict=False):
-        row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
-        logits = [None] * len(hypothesis.tokens)
-        if config.logprobs is not None:
-            text = np.array([prompt + hypothesis.tokens[:-1]])
-            cache = model.new_cache(1, text.size, config.window and min(config.window, text.size))
-            logits = model.forward(text, cache, last_only=False)[0, len(prompt) - 1 :]  # [1, T, V] -> [generated, V]
-        for token, row_logits in zip(hypothesis.tokens, logits, strict=True):
-            yield row.accept(token, row_logits)
-    for row in rows[len(found) :]:
-        yield row.end("length")

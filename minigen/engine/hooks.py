@@ -1,38 +1,40 @@
-"""What a decoder tells whoever watches its run. A decoder holds a `Hooks` and calls it; these calls do nothing.
+"""Tracing hooks: callbacks that the decoders call during a run. By default they do nothing.
 
-tracing.py has the one that writes everything down. Nothing a hooks is given is made for it: these are the arrays and
-objects of the run, which a hooks may read and copy. It may wrap a row's generator, and change nothing else.
+tracing/recorder.py overrides all of them. The arguments are the run's own arrays and objects: hooks may read and copy
+them, but must not change them.
 """
 
 
 class Hooks:
-    """A hooks that looks away. Methods are called in the order in which things happen."""
+    """Callbacks of a run, called in the order in which things happen; here all of them do nothing."""
 
-    # What `GPT2.forward` is handed as `attention_hook`; None, so that the model's layers do not even call.
+    # Passed to `GPT2.forward` as `attention_hook`; None, so that the layers skip the call.
     attention_hook = None
 
-    def began(self, rows, sampling, config):
-        """A decoder starts on these `Row`s, with a `SamplingConfig` and a `DecodingConfig`."""
+    def on_start(self, run, rows):
+        """A decoder starts on these `Sequence`s, all with the options of one `Run`."""
 
-    def fed(self, cache):
-        """A forward pass of the model has run, and `cache` has taken in its tokens."""
+    def on_forward(self, cache):
+        """A forward pass has run, and the `KVCache` now holds its tokens."""
 
-    def changed(self, cache, reason):
-        """The cache is another, but not by a forward pass: "restored", "rolled back" or "shifted"."""
+    def on_cache_change(self, cache):
+        """The `KVCache` was filled, rolled back or reordered other than by a forward pass."""
 
-    def drafted(self, row, tokens):
-        """`tokens` were proposed to follow `row.context`; the pass that checks them comes next."""
+    def on_draft(self, row, tokens):
+        """`tokens` were proposed as the continuation of `row.context`; the pass that verifies them comes next."""
 
-    def chose(self, row, logits, p, token, draft=None):
-        """`token` was chosen by the distribution p, float64 [V], that `sampler.probs` made of `logits`, [V].
+    def on_token(self, row, logits, p, token, draft=None):
+        """`token` was chosen from p, float64 [V], the distribution that the sampler made of `logits`, [V].
 
-        It is told before `row` takes the token. draft: (proposed token, its q float64 [V], whether it was accepted)
-        where there was a proposal for this place.
+        Called before `row` appends the token. draft: the `Draft` for this position, or None if there was none.
         """
 
-    def searched(self, beams, logits, candidates, kept, finished):
+    def on_beam_step(self, beams, logits, candidates, kept, finished):
         """A step of beam search, before its `kept` candidates become the next beams.
 
         beams: lists of generated ids, logits: [B, V], candidates: all `Candidate`s, best first, finished: the best
         `Hypothesis`es so far, best first.
         """
+
+
+NO_HOOKS = Hooks()

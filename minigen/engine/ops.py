@@ -1,27 +1,18 @@
-"""The arithmetic of a GPT-2 layer: activations, softmax, layer norm, attention, linear.
+"""The formulas of a GPT-2 layer: activations, softmax, layer norm, attention.
 
-Arrays are float32, and what works on the last axis takes any leading shape. None of these functions knows a cache or a
-checkpoint. The capitals in shapes are defined in model.py; what it means that BLAS packs a matrix, in `linear`.
+Arrays are float32. Functions of the last axis accept any leading shape. model.py defines the capitals in shapes.
 """
 
 import numpy as np
 
-from minigen.engine.parallel import THREADS, share
+from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for
 
-# Values that a core's cache holds several times over.
+# 256 KB of values, so that a few arrays of this size fit in a core's own cache.
 CHUNK_ELEMENTS = 2**16
-# Weights, or keys and values, from which it pays to wake a second thread, which takes 40 microseconds.
-PARALLEL_MIN_ELEMENTS = 2**20
-# OpenBLAS does not pack a product of up to so many multiplications, and, in order "rows", of up to 1,200 results (its
-# kernel/x86_64/sgemm_small_kernel_permit_skylakex.c); see `linear`.
-UNPACKED_MAX_MULTIPLIES = 1_000_000
-# Rows, or queries, in such a product at most; 16 times the 64 columns of a block are 1,024 results.
-BLOCK_MAX_ROWS = 16
-# From so many rows on the whole weight goes to BLAS: packing pays from 24 to 48 rows on, by the matrix; see `linear`.
-DENSE_MIN_ROWS = 32
-# Without blocks, fewer rows than these are quicker as single products: on a Sapphire Rapids 2 rows of 768 x 50,257 take
-# 14 ms so and 30 at once, 3 rows 23 and 30, 4 rows 30 and 32.
-ROWWISE_MAX_ROWS = 5
+# Queries per product in attention: many enough for BLAS's full rate, few enough that their scores stay in the cache.
+QUERY_CHUNK = 64
+
+# ---- activations -------------------------------------------------------------------------------------------------
 
 
 def relu(x):
@@ -29,7 +20,7 @@ def relu(x):
 
 
 def sigmoid(x):
-    # Written with tanh because exp(-x) overflows for large negative x; the two are equal.
+    # Equal to 1 / (1 + exp(-x)), whose exp overflows for large negative x.
     return 0.5 * (1 + np.tanh(0.5 * x))
 
 
@@ -42,17 +33,17 @@ def quick_gelu(x):
 
 
 def gelu_new(x):
-    """GELU in the tanh form that GPT-2 was trained with (Hendrycks and Gimpel 2016, section 2).
+    """GELU in the tanh approximation that GPT-2 was trained with (Hendrycks and Gimpel 2016, section 2).
 
     It differs from the exact `gelu` by up to 4.7e-4, which is enough to change greedy tokens, so each checkpoint gets
-    the one its config names.
+    the one that its config names.
     """
-    # x * x * x, because np.power costs a hundred times as much: 197 and 1.8 microseconds for 3,072 values.
+    # x * x * x, because np.power takes a hundred times as long.
     return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * (x * x * x))))
 
 
 def erf(x):
-    """The error function to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26); NumPy has none."""
+    """The error function, which NumPy lacks, accurate to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
     magnitude = np.abs(x)
     t = 1 / (1 + 0.3275911 * magnitude)
     polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -60,12 +51,12 @@ def erf(x):
 
 
 def gelu(x):
-    """The exact GELU, x times the normal distribution function of x."""
+    """The exact GELU: x times the cumulative distribution function of the normal distribution."""
     return 0.5 * x * (1 + erf(x * np.float32(np.sqrt(0.5))))
 
 
-# config.json's `activation_function` -> function. The names are those of the transformers library, where several
-# name one formula.
+# config.json's `activation_function` -> function. The names are those of the transformers library, which has several
+# for some formulas.
 ACTIVATIONS = {
     "gelu_new": gelu_new,
     "gelu_accurate": gelu_new,
@@ -83,20 +74,37 @@ ACTIVATIONS = {
 }
 
 
-def softmax(x):
-    """exp(x) / sum(exp(x)) over the last axis; entries of -inf get exactly 0.
+def elementwise(function, x):
+    """function(x) for a function of single values; a large x is overwritten, chunk by chunk, on all threads."""
+    if x.size <= CHUNK_ELEMENTS:
+        return function(x)
+    values = x.reshape(-1)
+
+    def apply(index):
+        chunk = values[index * CHUNK_ELEMENTS : (index + 1) * CHUNK_ELEMENTS]
+        chunk[:] = function(chunk)
+
+    parallel_for(apply, -(-x.size // CHUNK_ELEMENTS))
+    return values.reshape(x.shape)
+
+
+# ---- softmax and layer norm --------------------------------------------------------------------------------------
+
+
+def softmax(x, out=None):
+    """exp(x) / sum(exp(x)) over the last axis; entries of -inf become exactly 0. `out` may be x itself.
 
     The maximum is subtracted first, which changes nothing but keeps exp from overflowing. At least one entry of each
     row must be finite.
     """
-    weights = x - x.max(axis=-1, keepdims=True)
-    np.exp(weights, out=weights)
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return weights
+    out = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
+    np.exp(out, out=out)
+    out /= out.sum(axis=-1, keepdims=True)
+    return out
 
 
 def layer_norm(x, weight, bias, eps):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al. 2016).
+    """Layer normalization: (x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al. 2016).
 
     x: [..., E], weight and bias: [E]; `eps` is config.json's `layer_norm_epsilon`.
     """
@@ -110,50 +118,53 @@ def layer_norm(x, weight, bias, eps):
     return x
 
 
-def elementwise(function, x):
-    """function(x) for a function of single values; a large x is overwritten, piece by piece, on all threads."""
-    if x.size <= CHUNK_ELEMENTS:
-        return function(x)
-    values = x.reshape(-1)
+# ---- attention ---------------------------------------------------------------------------------------------------
 
-    def apply(i):
-        piece = values[i * CHUNK_ELEMENTS : (i + 1) * CHUNK_ELEMENTS]
-        piece[:] = function(piece)
 
-    share(apply, -(-x.size // CHUNK_ELEMENTS))
-    return values.reshape(x.shape)
+def attention_weights(q, keys, scale, mask=None):
+    """How much each query attends to each key: softmax(q k^T * scale) per head, 0 for masked keys.
+
+    q: [B, H, D, T], keys: [B, H, D, S], mask: bool [B, 1, T, S] -> [B, H, T, S], each row of which sums to 1.
+    """
+    scores = (q.swapaxes(2, 3) * scale) @ keys  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
+    if mask is not None:
+        np.copyto(scores, np.float32(-np.inf), where=~mask)
+    return softmax(scores, out=scores)
 
 
 def attention(q, keys, values, scale, mask=None):
-    """softmax(q @ k.T * scale) @ v for each head, q, k and v having a row for each token (Vaswani et al. 2017, 3.2).
+    """Scaled dot-product attention, softmax(q k^T * scale) v, per head (Vaswani et al. 2017, section 3.2).
 
-    Here the tokens come last: q: [B, H, D, T], keys and values: [B, H, D, S] -> [B, T, H, D]. mask: bool
-    [B, 1, T, S], True where a query may look, which must be somewhere; None where all may look everywhere.
+    q: [B, H, D, T], keys and values: [B, H, D, S], tokens last -> [B, T, H, D]. mask: bool [B, 1, T, S], True for the
+    keys that a query may attend to, at least one; None if all queries may attend to all keys.
     """
     B, H, D, T = q.shape
     S = keys.shape[3]
-    heads = np.empty((B, T, H, D), np.float32)
-
-    def attend(span, chunk):
-        """For a span of heads and a chunk of queries."""
-        seen = None if mask is None else mask[:, :, chunk]
-        # None of these queries sees a key from `used` on: in a long prompt, those of all later tokens.
-        used = S if mask is None else np.flatnonzero(seen.any(axis=(0, 1, 2)))[-1] + 1
-        queries = q[:, span, :, chunk].swapaxes(2, 3) * scale  # [B, H, D, T] -> [B, H, T, D]
-        scores = queries @ keys[:, span, :, :used]  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
+    result = np.empty((B, T, H, D), np.float32)
+    by_head = result.swapaxes(1, 2)  # [B, T, H, D] -> [B, H, T, D]
+    # Groups of heads: small enough to keep their scores in the cache, and one per thread to read a long cache's keys.
+    n_groups = max(
+        -(-B * H * min(T, QUERY_CHUNK) * S // CHUNK_ELEMENTS),
+        THREADS if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1,
+    )
+    n_groups = min(n_groups, H)
+    tasks = []
+    for start in reversed(range(0, T, QUERY_CHUNK)):  # the last queries see the most keys, so they come first
+        chunk = slice(start, start + QUERY_CHUNK)
+        visible, used = None, S
         if mask is not None:
-            scores = np.where(seen[..., :used], scores, np.float32(-np.inf))
-        # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D], which is written as [B, T, H, D]
-        seen_values = values[:, span, :, :used].swapaxes(2, 3)
-        np.matmul(softmax(scores), seen_values, out=heads.swapaxes(1, 2)[:, span, chunk])
+            visible = mask[:, :, chunk]
+            # No query of this chunk sees a key from `used` on: in a prompt, the keys of all later tokens.
+            used = np.flatnonzero(visible.any(axis=(0, 1, 2)))[-1] + 1
+            visible = visible[..., :used]
+        for i in range(n_groups):
+            tasks.append((chunk, slice(H * i // n_groups, H * (i + 1) // n_groups), used, visible))
 
-    # Few enough queries at a time that no product is packed and their scores stay in a core's cache.
-    width = max(2, min(BLOCK_MAX_ROWS, UNPACKED_MAX_MULTIPLIES // (D * S)))
-    if T > width:
-        chunks = [slice(start, start + width) for start in range(0, T, width)]
-        share(lambda i: attend(slice(None), chunks[i]), len(chunks))
-    else:
-        n = min(THREADS, H) if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1
-        spans = [slice(H * i // n, H * (i + 1) // n) for i in range(n)]
-        share(lambda i: attend(spans[i], slice(None)), n)
-    return heads
+    def attend(index):
+        chunk, heads, used, visible = tasks[index]
+        weights = attention_weights(q[:, heads, :, chunk], keys[:, heads, :, :used], scale, visible)
+        # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D]
+        np.matmul(weights, values[:, heads, :, :used].swapaxes(2, 3), out=by_head[:, heads, chunk])
+
+    parallel_for(attend, len(tasks))
+    return result

@@ -1,4 +1,4 @@
-"""Worker threads that share the pieces of one computation with the thread that asks for it."""
+"""A small thread pool: parallel_for over a shared work queue."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 
 def _number_of_threads():
-    """What the user allows BLAS, or the cores this process may use."""
+    """The number of threads that the user allows BLAS, or else of the cores that this process may use."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value.isascii() and value.isdigit() and int(value) > 0:
@@ -15,13 +15,15 @@ def _number_of_threads():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Reading weights is bound by the memory, which a few cores keep busy; more would only wait for each other.
+# Reading weights is memory-bandwidth bound, and a few cores use all the bandwidth.
 THREADS = min(_number_of_threads(), 8)
-_jobs = None  # the queue that the workers wait at; None until it is needed, and again in a forked child
+# Fewer weights, or keys and values, than this are read sooner than a second thread wakes (about 40 microseconds).
+PARALLEL_MIN_ELEMENTS = 2**20
+_jobs = None  # the queue that the workers wait on; None until first use, and again in a forked child
 
 
 def _forget_workers():
-    """A forked child has this module's variables but none of its threads."""
+    """Start over in a forked child, which inherits this module's variables but no threads."""
     global _jobs
     _jobs = None
 
@@ -35,38 +37,43 @@ def _worker_loop(jobs):
         jobs.get()()
 
 
-def share(task, n):
-    """Run task(0), ..., task(n - 1), each once, on as many threads as there are; back when all are done.
+def _start_workers():
+    """Start the workers and return the queue that they wait on. Raises OSError if the system refuses a thread."""
+    jobs = SimpleQueue()
+    for _ in range(THREADS - 1):
+        try:
+            threading.Thread(target=_worker_loop, args=(jobs,), name="minigen", daemon=True).start()
+        except RuntimeError as error:
+            raise OSError(f"{error}: set OPENBLAS_NUM_THREADS=1 to use a single thread") from error
+    return jobs
 
-    It pays where the tasks spend their time in NumPy functions that release Python's lock, as np.matmul does. The
-    calling thread takes pieces itself and waits only for those that a worker has begun: if the other cores are busy
-    with something else, it simply does more. Any number of threads may call this at once. Raises what a task raised,
-    and OSError where no thread can be started.
+
+def parallel_for(task, n):
+    """Call task(0), ..., task(n - 1) on all threads and return when the last call has ended.
+
+    This helps if the calls spend their time in NumPy functions that release the GIL, such as np.matmul. The calling
+    thread runs tasks too and waits only for those that a worker has begun, so if the other cores are busy, it runs
+    most of them itself. Several threads may call this at once, and a task may call it. Raises what a task raised, and
+    OSError if no thread can be started.
     """
     global _jobs
     helpers = min(THREADS, n) - 1
     if helpers < 1:
-        for piece in range(n):
-            task(piece)
+        for index in range(n):
+            task(index)
         return
     if _jobs is None:
-        jobs = SimpleQueue()
-        for _ in range(THREADS - 1):
-            try:
-                threading.Thread(target=_worker_loop, args=(jobs,), name="minigen", daemon=True).start()
-            except RuntimeError as error:
-                raise OSError(f"{error}: set OPENBLAS_NUM_THREADS=1 to do without more threads") from error
-        _jobs = jobs  # only now: without workers behind it, what is put there would be kept for ever
-    pieces, finished = deque(range(n)), SimpleQueue()
+        _jobs = _start_workers()  # only assigned if all started: jobs put on a queue without workers would stay there
+    indices, finished = deque(range(n)), SimpleQueue()
 
     def work():
         while True:
             try:
-                piece = pieces.popleft()
+                index = indices.popleft()
             except IndexError:
                 return
             try:
-                task(piece)
+                task(index)
                 finished.put(None)
             except BaseException as error:
                 finished.put(error)

@@ -1,13 +1,16 @@
-"""From logits to a token: penalties and filters as pure functions, the probabilities they leave, and the draw.
+"""From logits to a token: penalties and filters as pure functions, the distribution they leave, and the draw.
 
-The order is fixed, and from temperature on it is that of the transformers library:
+The order is fixed; it is that of the transformers library:
 
-    repetition penalty, presence and frequency penalty, n-gram ban, bias, end-of-text ban, the caller's own processors
+    repetition penalty, presence and frequency penalty, n-gram blocking, bias, EOS suppression, the caller's processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
 
-each on what the one before left. Every filter takes one row of logits, [V], and returns one in which what it removes is
--inf; its argument stays as it is. Nothing here keeps state between tokens, so taking tokens back, as speculation does,
-needs no undoing.
+each applied to the output of the previous one. Every filter takes one row of logits, [V], and returns a row in which
+the removed tokens are -inf; its argument is unchanged. Nothing here keeps state between tokens, so a rejected draft
+needs no undoing, and beam search and speculation use the same functions.
+
+To add a filter: write a function `keep_...(logits, value)`, add it to the loop in `next_token_probs`, and add its
+option to options.py.
 """
 
 import math
@@ -27,7 +30,142 @@ class History(NamedTuple):
     n_prompt: int
 
 
+# ---------------------------------------------------------------------------------------- the distribution and the draw
+
+
+def next_token_probs(logits, history, config):
+    """The distribution that the next token is drawn from.
+
+    logits: float32 [V], history: `History`, config: options.SamplingConfig -> float64 [V] that sums to 1. At
+    temperature 0 it is one-hot at the most probable token (ties: lowest id). Raises ValueError if no token is left.
+    """
+    V = len(logits)
+    logits = apply_logits_processors(logits, history, config)
+    check_logits(logits, len(history.ids) - history.n_prompt)
+    if config.temperature == 0:
+        return one_hot(logits.argmax(), V)
+    if config.temperature != 1:
+        logits = apply_temperature(logits, config.temperature)
+    tokens = slice(None)  # all of them
+    for keep, value, neutral in (
+        (keep_top_k, config.top_k, 0),
+        (keep_top_p, config.top_p, 1),
+        (keep_min_p, config.min_p, 0),
+        (keep_typical_p, config.typical_p, 1),
+    ):
+        if value != neutral:
+            # Each filter gets only the tokens that the previous one kept: after a top-k of 50 the others cost nothing.
+            kept = np.flatnonzero(keep(logits, value) > NEG_INF)
+            tokens = kept if isinstance(tokens, slice) else tokens[kept]
+            logits = logits[kept]
+    p = np.zeros(V)
+    unnormalised = _unnormalised_probs(logits)
+    p[tokens] = unnormalised.astype(float) / unnormalised.sum(dtype=float)
+    return p
+
+
+def sample_token(p, noise):
+    """One token from p, float64 [V], by an exponential race: the token x with the smallest E[x] / p[x].
+
+    E[x] are independent standard exponential numbers, from which the winner is distributed as p (the Gumbel-max trick;
+    Maddison et al. 2014). noise: a `Noise`, or a NumPy random generator. A one-hot p takes none.
+    """
+    tokens = np.flatnonzero(p > 0)
+    if len(tokens) == 1:
+        return int(tokens[0])
+    if isinstance(noise, np.random.Generator):
+        exponentials = noise.standard_exponential(len(tokens))
+    else:
+        exponentials = noise.exponentials(tokens)
+    return int(tokens[np.argmin(exponentials / p[tokens])])
+
+
+class Noise(NamedTuple):
+    """The random numbers of one token of one text: a pure function of these fields and the token.
+
+    So a text depends on its prompt, options, seed and number, and on nothing else: not on the other rows of a batch, on
+    max_tokens, on a cache or on drafts. There is no generator whose state steps or rows would share.
+    """
+
+    seed: int
+    number: int  # which continuation of its prompt
+    position: int  # of the token in the text
+    stream: int = 0  # 0 for the draw; other numbers are independent of it
+
+    def uniforms(self, tokens):
+        """A uniform random number between 0 and 1 per token: int [n] -> float64 [n].
+
+        The x-th output of SplitMix64 (Steele et al. 2014), a generator that reaches each output directly, so that only
+        the tokens that the filters kept cost anything.
+        """
+        state = np.random.SeedSequence(self).generate_state(1, np.uint64)
+        z = state + np.uint64(0x9E3779B97F4A7C15) * (np.asarray(tokens).astype(np.uint64) + np.uint64(1))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        return ((z >> np.uint64(12)) + 0.5) * 2.0**-52  # with one bit more, the largest would be rounded to 1
+
+    def exponentials(self, tokens):
+        """A standard exponential random number per token: int [n] -> float64 [n]."""
+        return -np.log(self.uniforms(tokens))
+
+
+def one_hot(token, V):
+    """A one-hot distribution, float64 [V]."""
+    p = np.zeros(V)
+    p[token] = 1
+    return p
+
+
+def log_softmax(logits):
+    """Natural logarithms of the probabilities of one row, float64 [V]."""
+    # The sum is float64; its terms need not be, and float32 exp is several times as fast.
+    log_sum = float(logits.max()) + math.log(_unnormalised_probs(logits).sum(dtype=float))
+    return np.subtract(logits, log_sum, dtype=float)  # one array instead of two: 0.16 instead of 0.44 ms for 50,257
+
+
+def top_ids(scores, n):
+    """Ids of the n highest scores, best first (ties: lowest id). scores: [V] -> int [min(n, V)]."""
+    ids = np.arange(len(scores))
+    if n < len(scores):
+        threshold = np.partition(scores, -n)[-n] if n else np.inf
+        above = np.flatnonzero(scores > threshold)
+        ids = np.concatenate([above, np.flatnonzero(scores == threshold)[: n - len(above)]])
+    return ids[np.lexsort((ids, -scores[ids]))]
+
+
 # ---------------------------------------------------------------------------------------- penalties and bans
+
+
+def apply_logits_processors(logits, history, config):
+    """Logits processors applied before temperature: penalties, n-gram blocking, bias, EOS suppression, user processors.
+
+    logits: one row, [V]. Sampling applies them to logits, beam search to log-probabilities.
+    """
+    if config.repetition_penalty != 1:
+        logits = apply_repetition_penalty(logits, history.ids, config.repetition_penalty)
+    if config.presence_penalty or config.frequency_penalty:
+        output_ids = history.ids[history.n_prompt :]
+        logits = apply_presence_frequency(logits, output_ids, config.presence_penalty, config.frequency_penalty)
+    if config.no_repeat_ngram_size:
+        logits = ban_repeated_ngrams(logits, history.ids, config.no_repeat_ngram_size)
+    if config.logit_bias:
+        logits = apply_logit_bias(logits, config.logit_bias)
+    n_generated = len(history.ids) - history.n_prompt
+    if config.ignore_eos or n_generated < config.min_tokens:
+        logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, NEG_INF))
+    for processor in config.logits_processors:
+        # Copies, because a processor may work in place, and these are the run's own ids and the model's own logits.
+        processed = processor(history._replace(ids=list(history.ids)), logits.copy())
+        ok = isinstance(processed, np.ndarray) and processed.shape == logits.shape and processed.dtype.kind in "fiu"
+        if not ok:
+            raise ValueError(
+                f"generated token {n_generated + 1}: a logits processor returned {processed!r}; "
+                f"it must return an array of {len(logits)} logits"
+            )
+        # Unsigned integers would wrap around below 0.
+        logits = processed if processed.dtype.kind == "f" else processed.astype(np.float32)
+    return logits
 
 
 def apply_repetition_penalty(logits, ids, penalty):
@@ -39,7 +177,7 @@ def apply_repetition_penalty(logits, ids, penalty):
 
 
 def apply_presence_frequency(logits, output_ids, presence, frequency):
-    """Take off each output token's logit `presence` once and `frequency` for each time it occurs."""
+    """Subtract `presence` once from each output token's logit, and `frequency` for each of its occurrences."""
     logits = logits.copy()
     for token, count in Counter(output_ids).items():
         logits[token] -= presence + frequency * count
@@ -47,7 +185,7 @@ def apply_presence_frequency(logits, output_ids, presence, frequency):
 
 
 def ban_repeated_ngrams(logits, ids, size):
-    """Remove each token that would complete a run of `size` tokens that `ids` already holds; 0 removes none."""
+    """Remove each token that would complete an n-gram of `size` tokens that `ids` already holds; 0 removes none."""
     logits = logits.copy()
     if size == 0:
         return logits
@@ -68,37 +206,8 @@ def apply_logit_bias(logits, bias):
     return logits
 
 
-def process(logits, history, config):
-    """All that comes before temperature: penalties, bans, bias and the caller's processors, on one row [V].
-
-    Sampling applies it to logits, beam search to log-probabilities.
-    """
-    if config.repetition_penalty != 1:
-        logits = apply_repetition_penalty(logits, history.ids, config.repetition_penalty)
-    if config.presence_penalty or config.frequency_penalty:
-        output_ids = history.ids[history.n_prompt :]
-        logits = apply_presence_frequency(logits, output_ids, config.presence_penalty, config.frequency_penalty)
-    if config.no_repeat_ngram_size:
-        logits = ban_repeated_ngrams(logits, history.ids, config.no_repeat_ngram_size)
-    if config.logit_bias:
-        logits = apply_logit_bias(logits, config.logit_bias)
-    n_generated = len(history.ids) - history.n_prompt
-    if config.ignore_eos or n_generated < config.min_tokens:
-        logits = apply_logit_bias(logits, dict.fromkeys(config.eos_ids, NEG_INF))
-    for processor in config.logits_processors:
-        processed = processor(history, logits.copy())  # a copy: it may work in place, and `logits` are the model's own
-        ok = isinstance(processed, np.ndarray) and processed.shape == logits.shape and processed.dtype.kind in "fiu"
-        if not ok:
-            raise ValueError(
-                f"generated token {n_generated + 1}: a logits processor returned {processed!r}; "
-                f"it must return an array of {len(logits)} logits"
-            )
-        logits = processed
-    return logits
-
-
 def check_logits(logits, n_generated):
-    """Raise ValueError, naming the step, where logits hold NaN or no token is left to choose."""
+    """Raise ValueError, naming the step, if the best logit is not a number or no token is left to choose."""
     best = logits.max()  # NaN if any of them is
     if not np.isfinite(best):
         fault = "every token is ruled out (all logits are -inf)" if best == -np.inf else f"the best logit is {best}"
@@ -108,66 +217,47 @@ def check_logits(logits, n_generated):
 # ---------------------------------------------------------------------------------------- temperature and filters
 
 
-def _weights(logits):
-    """exp(logits), scaled so that the largest is 1: probabilities up to a common factor, -inf becoming 0."""
-    return np.exp(logits - logits.max())
-
-
-def log_softmax(logits):
-    """Natural logarithms of the probabilities of one row, float64 [V]."""
-    # The sum is float64; its terms need not be, and float32 exp is several times as fast.
-    log_sum = float(logits.max()) + math.log(_weights(logits).sum(dtype=float))
-    return np.subtract(logits, log_sum, dtype=float)  # one array and not two: 0.16 instead of 0.44 ms for 50,257
-
-
 def apply_temperature(logits, temperature):
-    """logits / temperature, the largest moved to 0 first, so that a tiny temperature cannot overflow it."""
-    with np.errstate(over="ignore"):  # the others may: -inf is then what their probability rounds to
+    """logits / temperature, after subtracting the largest logit, so that a tiny temperature cannot overflow it."""
+    with np.errstate(over="ignore"):  # the others may: their probability then rounds to 0
         return (logits - logits.max()) / np.float32(np.clip(temperature, FLOAT32.tiny, FLOAT32.max))
 
 
-def _keep_best(logits, scores, border, count):
-    """Keep the `count` tokens of highest score, `border` being the last one's; of equals there the lowest ids."""
-    kept = scores > border
-    ties = np.flatnonzero(scores == border)
-    kept[ties[: count - np.count_nonzero(kept)]] = True
-    return np.where(kept, logits, NEG_INF)
-
-
 def keep_top_k(logits, k):
-    """Keep the k largest logits (Fan et al. 2018); of equals at the border the lowest ids. 0 and k >= V keep all."""
+    """Top-k: keep the k largest logits (Fan et al. 2018; ties: lowest id). 0 and k >= V keep all."""
     if k == 0 or k >= len(logits):
         return logits
     return _keep_best(logits, logits, np.partition(logits, -k)[-k], k)
 
 
 def keep_top_p(logits, p):
-    """Keep each token before which, most probable first, there is less than p (Holtzman et al. 2020).
+    """Top-p, nucleus sampling: keep the smallest set of most probable tokens with total probability >= p.
 
-    The token that crosses p is kept, and so is the first one, even for p = 0. p >= 1 keeps all.
+    A token is kept if the tokens more probable than it have less than p together, so the first one always is; p >= 1
+    keeps all. Source: Holtzman et al. 2020. Probabilities are float32 here: what matters below 1e-7 of p is rounding.
     """
     if p >= 1:
         return logits
-    weights = _weights(logits)
-    total = weights.sum(dtype=float)
-    # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie behind the border, and of a
-    # real vocabulary most of the others need not be sorted. (0.999: rounding must not move the border.)
-    candidates = weights[np.flatnonzero(weights > np.float32(0.999 * (1 - p) / len(logits) * total))]
+    unnormalised = _unnormalised_probs(logits)
+    total = unnormalised.sum(dtype=float)
+    # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie beyond the threshold, and few
+    # tokens of a real vocabulary are left to sort. (0.999: rounding must not move the threshold.)
+    candidates = unnormalised[np.flatnonzero(unnormalised > np.float32(0.999 * (1 - p) / len(logits) * total))]
     candidates = np.sort(candidates)[::-1]
     mass_before = (np.cumsum(candidates, dtype=float) - candidates) / total
     count = max(np.count_nonzero(mass_before < p), 1)
-    return _keep_best(logits, weights, candidates[count - 1], count)
+    return _keep_best(logits, unnormalised, candidates[count - 1], count)
 
 
 def keep_min_p(logits, p):
-    """Keep what is at least p times as probable as the most probable token (Nguyen et al. 2024)."""
-    return np.where(_weights(logits) >= p, logits, NEG_INF)
+    """Min-p: keep the tokens that are at least p times as probable as the most probable one (Nguyen et al. 2024)."""
+    return np.where(_unnormalised_probs(logits) >= p, logits, NEG_INF)
 
 
 def keep_typical_p(logits, p):
-    """Keep the tokens whose surprise, -log probability, is nearest to the entropy, until they hold p.
+    """Locally typical sampling: keep the tokens whose surprise, -log probability, is nearest to the entropy.
 
-    The token that crosses p is kept. Source: Meister et al. 2023, "Locally Typical Sampling".
+    As in top-p, the smallest such set with total probability >= p. Source: Meister et al. 2023.
     """
     if p >= 1:
         return logits
@@ -183,57 +273,14 @@ def keep_typical_p(logits, p):
     return _keep_best(logits, typicality, typicality[tokens[order[count - 1]]], count)
 
 
-# ---------------------------------------------------------------------------------------- probabilities and the draw
+def _unnormalised_probs(logits):
+    """exp(logits), scaled so that the largest is 1: probabilities up to a common factor; -inf becomes 0."""
+    return np.exp(logits - logits.max())
 
 
-def one_hot(token, V):
-    """The distribution, float64 [V], that is certain of one token."""
-    p = np.zeros(V)
-    p[token] = 1
-    return p
-
-
-def probs(logits, history, config):
-    """The distribution the next token is drawn from.
-
-    logits: float32 [V], history: `History`, config: `SamplingConfig` -> float64 [V] that sums to 1. At temperature 0
-    it is 1 for the most probable token, of equals the one with the lowest id. Raises ValueError where there is
-    nothing to choose from.
-    """
-    V = len(logits)
-    logits = process(logits, history, config)
-    check_logits(logits, len(history.ids) - history.n_prompt)
-    if config.temperature == 0:
-        return one_hot(logits.argmax(), V)
-    if config.temperature != 1:
-        logits = apply_temperature(logits, config.temperature)
-    tokens = slice(None)  # all of them
-    for keep, value, neutral in (
-        (keep_top_k, config.top_k, 0),
-        (keep_top_p, config.top_p, 1),
-        (keep_min_p, config.min_p, 0),
-        (keep_typical_p, config.typical_p, 1),
-    ):
-        if value != neutral:
-            # Each filter is handed only what the one before left: after a top-k of 50 the others cost nothing.
-            left = np.flatnonzero(keep(logits, value) > NEG_INF)
-            tokens = left if isinstance(tokens, slice) else tokens[left]
-            logits = logits[left]
-    p = np.zeros(V)
-    weights = _weights(logits)
-    p[tokens] = weights.astype(float) / weights.sum(dtype=float)
-    return p
-
-
-def draw(p, rng):
-    """One token from p, float64 [V], by inverting its cumulative distribution at one uniform of `rng`.
-
-    A certain outcome takes no uniform, so greedy decoding leaves the generator alone.
-    """
-    best = p.argmax()
-    if p[best] == 1:
-        return int(best)
-    tokens = np.flatnonzero(p > 0)  # six times as fast as on p itself
-    cumulative = np.cumsum(p[tokens])
-    index = np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")
-    return int(tokens[index])
+def _keep_best(logits, scores, threshold, count):
+    """Keep the `count` highest-scoring tokens; `threshold` is the score of the last one kept (ties: lowest ids)."""
+    kept = scores > threshold
+    ties = np.flatnonzero(scores == threshold)
+    kept[ties[: count - np.count_nonzero(kept)]] = True
+    return np.where(kept, logits, NEG_INF)

@@ -1,137 +1,217 @@
-"""Speculative decoding: something cheap proposes tokens, the model checks them all in one pass.
+"""Speculative decoding: a cheap drafter proposes tokens, the target model verifies them all in one forward pass.
 
-A drafter proposes k tokens x, each with the distribution q it was drawn from. One pass of the target gives its own
-distribution p at every one of these places. In order,
+A drafter proposes k tokens. One pass of the target gives its own distribution p at each of these positions. Then, in
+order, the target's token is determined; as long as it is the proposed one, the draft is accepted, and at the first
+difference the rest of the draft is dropped. If all are accepted, one more token follows from the last logits.
 
-    x is accepted with probability min(1, p(x) / q(x));
-    at the first rejection the token is drawn from max(p - q, 0), normalised, and the rest of the draft is dropped;
-    if all are accepted, one more token is drawn from the target's next distribution.
+Two rules determine the target's token.
 
-The result is distributed exactly as the target's own sampling (Leviathan et al. 2023; Chen et al. 2023): q only decides
-how often a draft is accepted. p and q come from the same `sampler.probs`, with the history that each place would have
-had; greedy decoding is the case in which both are certain of one token.
+coupled    The target draws its token from p exactly as it would without drafts. The drafter draws with the same random
+           numbers (`Noise`) from its own distribution q, so both tend to draw the same token. The text is that of plain
+           decoding, whatever the drafts are (Daliri, Musco and Suresh 2024; Kobus and Gunduz 2025).
+rejection  A draft x is accepted with probability min(1, p(x) / q(x)); otherwise the token is drawn from max(p - q, 0),
+           normalised. The result is distributed exactly as the target's own samples (Leviathan et al. 2023; Chen et al.
+           2023), and no rule accepts more, but the text is not the one without drafts.
 
-It pays where one pass over k + 1 tokens costs less than the passes it saves: a large model's pass is bound by reading
-its weights, and one pass reads them once for all tokens. How near it comes to that is for `ops.linear` to say.
+p and q are the distributions after all filters: the target never accepts a token that its filters remove, so the draft
+is drawn from the filtered q; and the rejection rule gives p only with the q that the draft was drawn from.
+
+Speculation pays if one pass over k + 1 tokens costs less than the passes it saves. A large model's pass is limited by
+memory bandwidth, so it reads the weights once for all of these tokens; see linear.py.
 """
 
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.decode import NO_HOOKS, SpeculationStats, Step, feed, new_cache, prefill
-from minigen.engine.sampler import History, draw, one_hot, probs
+from minigen.engine.decode import GeneratedToken
+from minigen.engine.sampler import History, next_token_probs, sample_token
+
+
+@dataclass
+class SpeculationStats:
+    """Draft acceptance statistics of one row."""
+
+    drafted: int = 0
+    accepted: int = 0
+    target_passes: int = 0  # after the prompt; each gives at most one token more than it accepts
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+
+def speculate(run, row, drafter, num_draft_tokens, rule):
+    """Generate one row; each round is a draft, one pass of the target, and the accepted tokens plus one.
+
+    num_draft_tokens: a number, or "auto". rule: a function of `RULES`. Rejected drafts need no code: the next `feed`
+    rolls the caches back to the ids that they still have in common with the text, so no query sees a rejected one.
+    """
+    run.hooks.on_start(run, [row])
+    draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None
+    stats = row.speculation = SpeculationStats()
+    while True:
+        context = row.context
+        # The prompt, or what a context shift left; nothing in other rounds.
+        run.feed([context[:-1]], n_logits=0)
+        # A round may give one token more than it drafts, and must overrun neither max_tokens nor the context.
+        k = min(
+            draft_length.choose() if draft_length else num_draft_tokens,
+            run.config.max_tokens - row.n_generated - 1,
+            run.model.config.n_positions - len(context),
+            run.cache.kv.max_chunk - 1,
+        )
+        if k:
+            drafter.prefill(context)
+        start = time.perf_counter()
+        drafts = drafter.propose(row, k) if k else []
+        draft_seconds = time.perf_counter() - start
+        run.hooks.on_draft(row, [draft.token for draft in drafts])
+        logits = run.feed([context + [draft.token for draft in drafts]], n_logits=len(drafts) + 1)[
+            0
+        ]  # [1, T, V] -> [T, V]
+        target_seconds = time.perf_counter() - start - draft_seconds
+        stats.draft_seconds += draft_seconds
+        stats.target_seconds += target_seconds
+        stats.target_passes += 1
+        stats.drafted += len(drafts)
+        n_accepted = 0
+        for row_logits, draft in zip(logits, [*drafts, None], strict=True):
+            p = next_token_probs(row_logits, row.history, run.sampling)
+            token, accepted = rule(draft, p, row.noise) if draft else (sample_token(p, row.noise), False)
+            run.hooks.on_token(row, row_logits, p, token, draft)
+            n_accepted += accepted
+            stats.accepted += accepted
+            row.append(token)
+            yield GeneratedToken(row, token, row_logits, accepted)
+            if row.finish_reason:
+                return
+            if not accepted:
+                break
+        if draft_length:
+            draft_length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
+
+
+# ---------------------------------------------------------------------------------------- the two rules
+
+
+class Draft(NamedTuple):
+    """A proposed token, and the distribution that it was drawn from."""
+
+    token: int
+    q: np.ndarray | None = None  # float64, over the ids that the drafter knows; None if it was certain
+
+
+def coupled(draft, p, noise):
+    """The target's own draw, and whether the draft is that token. p: float64 [V]."""
+    token = sample_token(p, noise)
+    return token, token == draft.token
+
+
+def rejection(draft, p, noise):
+    """Accept a token drawn from q, or replace it, such that the result is distributed as p: (token, accepted).
+
+    p: float64 [V]. Decision and replacement have random numbers of their own, because the draft was drawn with `noise`.
+    """
+    (u,) = noise._replace(stream=1).uniforms([0])
+    q = 1 if draft.q is None else draft.q[draft.token]
+    if u * q < p[draft.token]:
+        return draft.token, True
+    return sample_token(residual(p, draft), noise._replace(stream=2)), False
+
+
+def residual(p, draft):
+    """The distribution of a rejected draft's replacement: max(p - q, 0), normalised. p: float64 [V] -> [V]."""
+    difference = p.copy()
+    if draft.q is None:
+        difference[draft.token] = 0
+    else:
+        difference[: len(draft.q)] -= draft.q
+        np.maximum(difference, 0, out=difference)
+    total = difference.sum()
+    # Nothing is left only if p and q differ by rounding alone.
+    return difference / total if total > 0 else p
+
+
+RULES = {"coupled": coupled, "rejection": rejection}
+
 
 # ---------------------------------------------------------------------------------------- drafters
 
 
 class ModelDrafter:
-    """Proposes what a smaller model with the same token map would generate."""
+    """Proposes what a smaller model with the same token map would generate; `cache` is its own `PrefixCache`."""
 
-    def __init__(self, model, n_vocab, context, sampling, config):
-        self.model = model
+    def __init__(self, cache, n_vocab, sampling):
+        self.cache = cache
         self.n_vocab = n_vocab  # the target's
         self.sampling = sampling
-        self.cache = new_cache(model, [context[: model.config.n_positions]], config)
 
     def _can_read(self, context):
-        """Whether the draft has a position and an embedding for every token."""
-        return len(context) <= self.model.config.n_positions and max(context) < self.model.config.vocab_size
+        """Whether the draft model has a position and an embedding for every token."""
+        config = self.cache.model.config
+        return len(context) <= config.n_positions and max(context) < config.vocab_size
 
-    def read(self, context):
-        """Run a context, all but its last token, so that the first draft costs no more than the later ones."""
+    def prefill(self, context):
+        """Run a context, except its last token, so that the first draft costs no more than the later ones."""
         if self._can_read(context):
-            feed(self.model, self.cache, [context[:-1]])
+            self.cache.feed([context[:-1]], n_logits=0)
 
     def propose(self, row, k):
-        """Up to k tokens after `row.context`, fewer where the draft has no more to say.
-
-        Returns the tokens and, for each, the distribution it was drawn from, float64 [V].
-        """
-        tokens, distributions = [], []
-        while len(tokens) < k and self._can_read(row.context + tokens):
-            logits = feed(self.model, self.cache, [row.context + tokens])[0][: self.n_vocab]
-            # An id that only the target has is never proposed, one that only the draft has is no token of the target.
-            logits = np.pad(logits, (0, self.n_vocab - len(logits)), constant_values=-np.inf)
+        """Up to k `Draft`s, fewer if the draft model cannot continue (no room, or no token allowed)."""
+        drafts, ids, context = [], list(row.ids), list(row.context)
+        while len(drafts) < k and self._can_read(context):
+            logits = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
             try:
-                q = probs(logits, History(row.ids + tokens, row.n_prompt), self.sampling)
+                q = next_token_probs(logits, History(ids, row.n_prompt), self.sampling)
             except ValueError:
-                break  # every token of the draft is ruled out; what that means for the text, the target decides
-            tokens.append(draw(q, row.rng))
-            distributions.append(q)
-        return tokens, distributions
-
-    def truncate(self, length):
-        """Forget what was proposed after the first `length` tokens of the context."""
-        self.cache.truncate(min(length, self.cache.length[0]))
+                break  # every token of the draft is ruled out; the target decides what that means for the text
+            token = sample_token(q, row.noise._replace(position=len(ids)))
+            drafts.append(Draft(token, q))
+            ids.append(token)
+            context.append(token)
+        return drafts
 
 
 class PromptLookupDrafter:
-    """Proposes what followed the last time the text's last tokens occurred in it; no model, no cache (Saxena 2023)."""
+    """Proposes what followed the last time the text's last n-gram occurred in it; no model, no cache (Saxena 2023)."""
 
-    def __init__(self, n_vocab, max_matching_ngram_size):
-        self.n_vocab = n_vocab
+    def __init__(self, max_matching_ngram_size):
         self.max_matching_ngram_size = max_matching_ngram_size
 
-    def read(self, context):
+    def prefill(self, context):
         """There is nothing to prepare."""
 
     def propose(self, row, k):
-        """Up to k tokens, none where nothing matches, each with a distribution that is certain of it."""
+        """Up to k `Draft`s, none if nothing matches."""
         ids = row.context
         for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
-            end = ids[-size:]
+            ngram = ids[-size:]
             for start in range(len(ids) - size - 1, -1, -1):  # the latest occurrence first
-                if ids[start : start + size] == end:
-                    tokens = ids[start + size : start + size + k]
-                    return tokens, [one_hot(token, self.n_vocab) for token in tokens]
-        return [], []
-
-    def truncate(self, length):
-        """There is nothing to forget."""
-
-
-# ---------------------------------------------------------------------------------------- verification
-
-
-def residual(p, q):
-    """What a rejected draft's replacement is drawn from: max(p - q, 0), normalised. p, q: float64 [V] -> [V]."""
-    left = np.maximum(p - q, 0)
-    total = left.sum()
-    # Only where p and q differ by rounding alone can nothing be left.
-    return left / total if total > 0 else p
-
-
-def verify(token, p, q, rng):
-    """Accept a token drawn from q, or replace it, such that the result is distributed as p: (token, accepted).
-
-    p, q: float64 [V]. Takes one uniform for the decision, none where that is certain, and one for a replacement.
-    """
-    if p[token] >= q[token] or (p[token] > 0 and rng.random() * q[token] < p[token]):
-        return token, True
-    return draw(residual(p, q), rng), False
+                if ids[start : start + size] == ngram:
+                    return [Draft(token) for token in ids[start + size : start + size + k]]
+        return []
 
 
 # ---------------------------------------------------------------------------------------- how much to propose
 
 
 class AdaptiveDraftLength:
-    """num_draft_tokens="auto": the k that has promised the most tokens a second, from 0 (plain decoding) to `MOST`.
+    """num_draft_tokens="auto": the k with the highest predicted throughput, from 0 (plain decoding) to MAX_DRAFT.
 
-    If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average
-    (Leviathan et al. 2023, equation 1) for k draft steps and one target pass. a and the seconds of both are running
-    means of what the rounds showed. They are measured, so the same seed may give other texts, of the same distribution.
+    If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average (Leviathan
+    et al. 2023, equation 1) and costs k draft steps and one target pass. a and both costs are exponential moving
+    averages of what the rounds measured.
     """
 
-    MOST = 8
-    EMA_DECAY = 0.9  # weight of the past in a running mean
-    RETRY_INTERVAL = 32  # rounds of plain decoding after which drafts get another chance
+    MAX_DRAFT = 8
+    EMA_DECAY = 0.9  # weight of the past
+    RETRY_INTERVAL = 32  # rounds of plain decoding after which drafts are tried again
 
     def __init__(self):
         self.acceptance = 0.7
         self.draft_seconds = 0.0  # for one token
-        self.target_seconds = {}  # number of drafts -> seconds of the pass that checks them
+        self.target_seconds = {}  # number of drafts -> seconds of the pass that verifies them
         self.plain_rounds = 0
 
     def choose(self):
@@ -140,9 +220,9 @@ class AdaptiveDraftLength:
             if first not in self.target_seconds:
                 return first
         known = sorted(self.target_seconds)
-        seconds = np.interp(range(self.MOST + 1), known, [self.target_seconds[k] for k in known])
-        seconds += self.draft_seconds * np.arange(self.MOST + 1)
-        tokens = np.cumsum(self.acceptance ** np.arange(self.MOST + 1))
+        seconds = np.interp(range(self.MAX_DRAFT + 1), known, [self.target_seconds[k] for k in known])
+        seconds += self.draft_seconds * np.arange(self.MAX_DRAFT + 1)
+        tokens = np.cumsum(self.acceptance ** np.arange(self.MAX_DRAFT + 1))
         best = int(np.argmax(tokens / seconds))
         self.plain_rounds = self.plain_rounds + 1 if best == 0 else 0
         return 4 if best == 0 and self.plain_rounds % self.RETRY_INTERVAL == 0 else best
@@ -150,83 +230,11 @@ class AdaptiveDraftLength:
     def record(self, drafted, accepted, draft_seconds, target_seconds):
         """Learn from a round."""
 
-        def fade(old, new):
+        def ema(old, new):
             return new if old is None else self.EMA_DECAY * old + (1 - self.EMA_DECAY) * new
 
-        self.target_seconds[drafted] = fade(self.target_seconds.get(drafted), target_seconds)
+        self.target_seconds[drafted] = ema(self.target_seconds.get(drafted), target_seconds)
         if drafted:
-            self.draft_seconds = fade(self.draft_seconds or None, draft_seconds / drafted)
+            self.draft_seconds = ema(self.draft_seconds or None, draft_seconds / drafted)
         for was_accepted in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self.acceptance = fade(self.acceptance, was_accepted)
-
-
-# ---------------------------------------------------------------------------------------- the loop
-
-
-def speculate(
-    model, row, drafter, sampling, config, num_draft_tokens, stopwatch, prompt_cache=None, hooks=NO_HOOKS
-) -> Iterator[Step]:
-    """Generate one row, each round a draft, one pass of the target, and as many tokens as it accepts plus one.
-
-    Between rounds the target's cache holds all of `row.context` but its last token, and the draft's no more than that.
-    prompt_cache: see `decode.prefill`; it is the target's, gets the prompt without its last token, and has no use for a
-    context that was shifted.
-    """
-    hooks.began([row], sampling, config)
-    if config.max_tokens == 0:
-        yield row.end("length")
-        return
-    draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None
-    stats = row.speculation = SpeculationStats()
-    cache = new_cache(model, [row.context], config)
-    while True:
-        if len(row.context) - cache.length[0] > 1:  # the prompt, or a context that was shifted
-            prefill(model, cache, [row.context[:-1]], stopwatch, None if row.n_generated else prompt_cache, hooks)
-            if config.max_tokens - row.n_generated > 1:  # for a single token nothing is drafted
-                drafter.read(row.context)
-        stopwatch.lap(cache)
-        # A round may give one token more than it drafts, and must overrun neither budget nor context.
-        k = min(
-            draft_length.choose() if draft_length else num_draft_tokens,
-            config.max_tokens - row.n_generated - 1,
-            model.config.n_positions - len(row.context),
-            cache.max_chunk - 1,
-        )
-        start = time.perf_counter()
-        drafts, distributions = drafter.propose(row, k)
-        draft_seconds = time.perf_counter() - start
-        hooks.drafted(row, drafts)
-        ids = [row.context[-1:] + drafts]
-        logits = model.forward(ids, cache, last_only=False, attention_hook=hooks.attention_hook)[
-            0
-        ]  # [1, T, V] -> [T, V]
-        hooks.fed(cache)
-        target_seconds = time.perf_counter() - start - draft_seconds
-        stats.draft_seconds += draft_seconds
-        stats.target_seconds += target_seconds
-        stats.target_passes += 1
-        stats.drafted += len(drafts)
-        n_context, n_accepted = len(row.context), 0
-        for place, place_logits in enumerate(logits):
-            p = probs(place_logits, row.history, sampling)
-            if place < len(drafts):
-                token, accepted = verify(drafts[place], p, distributions[place], row.rng)
-                draft = drafts[place], distributions[place], accepted
-            else:
-                token, accepted, draft = draw(p, row.rng), False, None
-            hooks.chose(row, place_logits, p, token, draft)
-            n_accepted += accepted
-            stats.accepted += accepted
-            yield row.accept(token, place_logits, from_draft=accepted)
-            if not accepted or row.finish_reason:
-                break
-        if row.finish_reason:
-            return
-        if draft_length:
-            draft_length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
-        # Where the context has shifted, nothing that the caches hold is of use.
-        has_shifted = len(row.context) < n_context + place + 1
-        kept = 0 if has_shifted else len(row.context) - 1
-        cache.truncate(kept)
-        hooks.changed(cache, "shifted" if has_shifted else "rolled back")
-        drafter.truncate(kept)
+            self.acceptance = ema(self.acceptance, was_accepted)

@@ -1,4 +1,4 @@
-"""Writing a file such that, whatever happens, the old one or the new one is there, whole."""
+"""Atomic file writes."""
 
 import contextlib
 import os
@@ -7,22 +7,22 @@ from pathlib import Path
 
 
 def beside(path):
-    """(where `path` really lies, a name in that folder that no other run has): a link stays one, to what is new."""
+    """(`path` with links resolved, so that a link stays one; the path of a temporary file in the same folder)."""
     path = Path(os.path.realpath(path))
     return path, path.with_name(f".{secrets.token_hex(8)}.tmp")
 
 
 def write_atomic(path, data):
-    """Write bytes beside the file's place, then move them there. Raises OSError where it cannot be written."""
+    """Write bytes to a temporary file, then rename it to `path`. Raises OSError if it cannot be written."""
     path, temporary = beside(path)
     try:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # or a crash soon afterwards could leave the new name without its bytes
+            os.fsync(file.fileno())  # without it, a crash soon afterwards could leave an empty file
         if path.exists():
             temporary.chmod(path.stat().st_mode)
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # after os.replace it is not there any more
+        with contextlib.suppress(OSError):  # after os.replace it no longer exists
             temporary.unlink()

@@ -1,79 +1,113 @@
-"""From a name to parameters: find a checkpoint's folder, read its configuration and its tensors, and check both.
+"""Reading a checkpoint: its configuration and its tensors, and validation of both.
 
 A checkpoint is a folder with config.json and model.safetensors, or several shards that model.safetensors.index.json
 lists. A safetensors file is an 8-byte header length, a JSON header with dtype, shape and place of each tensor, and the
-tensors' bytes. The safetensors library checks that header; the tensors are read from here because NumPy, and with it
-the library's NumPy side, has no bfloat16, and to read each one straight into the array in which it stays.
+tensors' bytes. It is read here rather than by the safetensors library because NumPy, and so the library's NumPy side,
+has no bfloat16, and to read each tensor straight into the array in which it stays.
 """
 
 import json
 import math
 import os
 import re
+import stat
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from minigen.engine.model import GPT2Config
-from minigen.engine.validation import short_repr, shorten
+from minigen.engine.validation import is_int, short_repr, shorten
 
 # How each dtype is read; little-endian, as the format demands. NumPy has no bfloat16: see `_read_values`.
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-# Causal masks that old files carry along; attention makes its own. Not h.0.attn.c_attn.bias, which is a parameter.
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+ITEM_SIZES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+# Causal masks that old files hold; attention makes its own. Not h.0.attn.c_attn.bias, which is a parameter.
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 PARAMETER = re.compile(r"(h\.\d+|wte|wpe|ln_f)\..*")
 
 
-def read_json(path):
-    """The parsed content of a JSON file; a byte order mark is no part of it.
-
-    Raises OSError where the file cannot be read, ValueError where it is not JSON, both naming it.
-    """
+def is_file(path):
+    """Whether there is a file at `path`. Raises OSError if that cannot be told, as in a folder without permission."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested thousands deep
+
+
+def read_text(path):
+    """The content of a UTF-8 file, without a byte order mark. Raises OSError or ValueError, naming the file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+
+
+def read_json(path):
+    """The parsed content of a JSON file. Raises OSError or ValueError, naming the file."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or nested thousands deep
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-# ---------------------------------------------------------------------------------------- what a folder holds
+# ---------------------------------------------------------------------------------------- config.json
 
 
 def load_config(folder):
-    """The `GPT2Config` of a checkpoint folder; generation_config.json, where there is one, names the end-of-text ids.
+    """The `GPT2Config` of a checkpoint's folder; generation_config.json, if any, decides begin- and end-of-text ids.
 
-    Raises OSError where config.json is missing, ValueError where its content cannot be used.
+    Warns of ids outside the vocabulary, which are dropped. Raises OSError if config.json is missing, ValueError if its
+    content cannot be used.
     """
-    folder = Path(folder)
-    path, generation_path = folder / "config.json", folder / "generation_config.json"
-    if not path.is_file():
+    path, generation_path = Path(folder) / "config.json", Path(folder) / "generation_config.json"
+    if not is_file(path):
         raise OSError(f"{folder} has no config.json; a checkpoint folder holds config.json and model.safetensors")
-    raw = read_json(path)
+    content, token_ids = read_json(path), {}
     try:
-        config = GPT2Config.from_dict(raw)
-        if generation_path.is_file():
-            path = generation_path
-            raw = read_json(path)
-            if not isinstance(raw, dict):
-                raise ValueError("it is not an object of keys and values")
-            if "eos_token_id" in raw:
-                config = replace(config, eos_token_id=raw["eos_token_id"])
+        if is_file(generation_path):
+            generation = read_json(generation_path)
+            if not isinstance(generation, dict):
+                raise ValueError(f"{generation_path} is not an object of keys and values")
+            token_ids = {name: generation[name] for name in ("bos_token_id", "eos_token_id") if name in generation}
+        # What generation_config.json overrides is not checked.
+        config = GPT2Config.from_dict(content | dict.fromkeys(token_ids) if token_ids else content)
+        path = generation_path
+        config = replace(config, **token_ids)
     except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        raise ValueError(str(error) if str(folder) in str(error) else f"{path}: {error}") from error
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        known = [id for id in ids if 0 <= id < config.vocab_size]
+        if known != ids:
+            warnings.warn(
+                f"{folder}: {name} is {short_repr(value)}, but the vocabulary is 0 to {config.vocab_size - 1}: ids "
+                "outside it are ignored",
+                stacklevel=2,
+            )
+            config = replace(config, **{name: known or None})
     return config
 
 
-def _weight_files(folder):
-    """The safetensors file or shards of a checkpoint folder."""
+# ---------------------------------------------------------------------------------------- safetensors files
+
+
+def weight_files(folder):
+    """{safetensors file of a checkpoint's folder: names of the tensors to read from it, or None for all}."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
+    if is_file(single):
+        return {single: None}
+    if not is_file(index):
         pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         advice = (
             f"; {pickles[0]} is a pickle, which can run code when opened and is never read: convert it once with "
@@ -82,95 +116,103 @@ def _weight_files(folder):
             else ""
         )
         raise OSError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{advice}")
-    weight_map = read_json(index)
-    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
         raise ValueError(f"{index} has no weight_map from tensor names to file names")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    files = {}
+    for name, file in weight_map.items():
+        files.setdefault(folder / file, []).append(name)
     for path in files:
         if path.parent != folder:
-            raise ValueError(f"{index} names {short_repr(str(path))}, which lies outside the checkpoint's folder")
-        if not os.path.isfile(path):  # unlike Path's, it takes names that no file can have
-            raise OSError(f"{index} names {short_repr(path.name)}, which is not there: the checkpoint is incomplete")
+            raise ValueError(f"{index} names {short_repr(str(path))}, which is outside the checkpoint's folder")
+        if not is_file(path):
+            raise OSError(f"{index} names {short_repr(path.name)}, which does not exist: the checkpoint is incomplete")
     return files
 
 
-# ---------------------------------------------------------------------------------------- tensors
-
-
 class StoredTensor(NamedTuple):
-    """Where a safetensors file holds a tensor."""
+    """The place of a tensor in a safetensors file."""
 
     path: Path
     name: str  # as the file spells it
     dtype: str
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-
-    @property
-    def size(self):
-        return int(np.prod(self.shape))
+    begin: int  # bytes from the start of the file
+    end: int
 
 
-def _describe_damage(path):
-    """Of a file that the library refuses, what its words leave out: the tensor at fault, or the two sizes."""
-    name = None
-    try:
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size if header_size < 10**8 else 0))  # the format allows no more
-        header.pop("__metadata__", None)
-        expected = 8 + header_size
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            itemsize = np.dtype(DTYPES[entry["dtype"]]).itemsize if entry["dtype"] in DTYPES else None
-            if min(entry["shape"], default=0) < 0 or (itemsize and math.prod(entry["shape"]) * itemsize != end - begin):
-                return f"; look at {short_repr(name)}"
-            expected = max(expected, 8 + header_size + end)
-        return f"; it has {path.stat().st_size} bytes, its header speaks of {expected}"
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OSError):
-        return f"; look at {short_repr(name)}" if name else ""
+def _unique(pairs):
+    """An object of a JSON file as a dict. Raises ValueError if it has a key twice."""
+    parsed = {}
+    for name, value in pairs:
+        if name in parsed:
+            raise ValueError(f"it names {short_repr(name)} twice")
+        parsed[name] = value
+    return parsed
+
+
+def _parse_header(path, header, data, size):
+    """The `StoredTensor`s of a header. They must cover the file exactly, from byte `data` to its end at `size`."""
+    tensors, end = [], data
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            ok = isinstance(dtype, str) and all(is_int(n, 0) and n < 2**63 for n in (*shape, begin, stop))
+            ok = ok and math.prod(shape) * ITEM_SIZES.get(dtype, 0) == (stop - begin if dtype in ITEM_SIZES else 0)
+        except (TypeError, LookupError, ValueError):
+            ok = False
+        if not ok:
+            raise ValueError(f"dtype, shape and data_offsets of {short_repr(name)} do not fit together")
+        tensors.append(StoredTensor(path, name, dtype, shape, data + begin, data + stop))
+    for tensor in sorted(tensors, key=lambda tensor: tensor[-2:]):
+        if tensor.begin != end:
+            raise ValueError(f"{short_repr(tensor.name)} begins at byte {tensor.begin} instead of {end}")
+        end = tensor.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, its header declares {end}")
+    return tensors
 
 
 def _read_header(path):
-    """The tensors of a safetensors file, after the library has checked that header and file fit each other."""
-
-    def refuse_duplicates(pairs):
-        seen = {}
-        for name, value in pairs:
-            if name in seen:
-                raise ValueError(f"{path} names {short_repr(name)} twice")
-            seen[name] = value
-        return seen
-
+    """{name: StoredTensor} of a safetensors file, after checking that header and file agree."""
     try:
-        with safe_open(path, framework="numpy"):
-            pass
         with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size), object_pairs_hook=refuse_duplicates)
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is damaged or not a safetensors file: {shorten(str(error))}{_describe_damage(path)}"
-        ) from error
+            size, first = os.fstat(file.fileno()).st_size, file.read(8)
+            data = 8 + int.from_bytes(first, "little")
+            if first == b"version ":
+                raise OSError(
+                    f"it is a Git LFS pointer: run `git lfs pull` in {path.parent}, or download the file itself"
+                )
+            if data > min(size, 8 + 10**8):  # the format allows no longer headers
+                raise ValueError(f"it has {size} bytes, its header declares {data} or more")
+            header = json.loads(file.read(data - 8).decode(), object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+        return {tensor.name: tensor for tensor in _parse_header(path, header, data, size)}
     except OSError as error:
         raise OSError(f"cannot read {path}: {error.strerror or error}") from error
-    header.pop("__metadata__", None)
-    return [
-        StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + header_size + entry["data_offsets"][0])
-        for name, entry in header.items()
-    ]
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        why, real = shorten(str(error)), os.path.realpath(path)
+        raise ValueError(
+            f"{path} is damaged or not a safetensors file: {why}; delete {real} and download or copy it again"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------- tensors
 
 
 def _read_values(stored, start=0, count=None):
     """`count` values of a tensor from the `start`th on, by default all, as float32 in one dimension."""
     # fromfile reads into an array that NumPy allocates, without a second copy, and NumPy asks for huge pages for large
-    # arrays; a buffer handed over by a reader has none.
+    # arrays; a buffer that a reader provides has none.
     dtype = np.dtype(DTYPES[stored.dtype])
-    count = stored.size if count is None else count
-    raw = np.fromfile(stored.path, dtype, count, offset=stored.offset + start * dtype.itemsize)
+    count = math.prod(stored.shape) if count is None else count
+    try:
+        raw = np.fromfile(stored.path, dtype, count, offset=stored.begin + start * dtype.itemsize)
+    except OSError as error:
+        raise OSError(f"cannot read {stored.path}: {error.strerror or error}") from error
     if len(raw) < count:
-        raise ValueError(f"{stored.path} has become shorter while it was read")
+        raise ValueError(f"{stored.path} was truncated while being read")
     if stored.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         raw = raw.astype(np.uint32)
@@ -180,40 +222,67 @@ def _read_values(stored, start=0, count=None):
 
 
 def _same_values(a, b, piece=2**20):
-    """Whether two stored tensors have the same shape and values; read piece by piece, to hold neither of them whole."""
+    """Whether two stored tensors have the same shape and values; read piece by piece, to keep peak memory low."""
     if a.shape != b.shape or a.dtype not in DTYPES:
         return False
-    pieces = ((start, min(piece, a.size - start)) for start in range(0, a.size, piece))
-    return all(np.array_equal(_read_values(a, at, n), _read_values(b, at, n)) for at, n in pieces)
+    size = math.prod(a.shape)
+    pieces = ((start, min(piece, size - start)) for start in range(0, size, piece))
+    return all(np.array_equal(_read_values(a, start, n), _read_values(b, start, n)) for start, n in pieces)
 
 
 def _join_names(names, most=6):
     return ", ".join(map(shorten, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def load_weights(folder, config):
-    """All parameters of a checkpoint: pairs of name and float32 array, in the shapes the configuration asks for.
+class StoredWeights(Mapping):
+    """Parameter name -> float32 array; each is read from its file when it is asked for, by any thread.
 
-    Everything is checked before this returns, but each tensor is read only when its pair is asked for, so that `GPT2`
-    can lay it out and drop it before the next. Names may carry the prefix `transformer.`, as most fine-tunes' do.
-
-    Raises OSError where files are missing. Raises ValueError, naming the tensors, where one is missing, left over,
-    there twice, or of another shape or dtype. Warns of other models' heads and of an output head that a tied
-    configuration makes useless.
+    Largest first, to keep peak memory low: the temporaries of large tensors are freed before the rest is read.
     """
-    folder = Path(folder)
+
+    def __init__(self, tensors):
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: -math.prod(item[1].shape)))
+
+    def __getitem__(self, name):
+        return _read_values(self._tensors[name]).reshape(self._tensors[name].shape)
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self):
+        return len(self._tensors)
+
+
+def _find_tensors(folder):
+    """{parameter name: StoredTensor} of all files of a folder; names may have the prefix `transformer.`."""
     tensors = {}
-    for path in _weight_files(folder):
-        for stored in _read_header(path):
-            name = stored.name.removeprefix("transformer.")
+    for path, wanted in weight_files(folder).items():
+        stored = _read_header(path)
+        for spelled in stored if wanted is None else wanted:
+            name = spelled.removeprefix("transformer.")
             if MASK_BUFFER.fullmatch(name):
                 continue
+            if spelled not in stored:
+                raise ValueError(
+                    f"{folder / 'model.safetensors.index.json'} says that {shorten(spelled)} is in {path.name}, but it "
+                    "is not: the files belong to different checkpoints"
+                )
             if name in tensors:
                 raise ValueError(
-                    f"{folder} holds {shorten(name)} twice: {shorten(tensors[name].name)} and {shorten(stored.name)}"
+                    f"{folder} holds {shorten(name)} twice: {shorten(tensors[name].name)} and {shorten(spelled)}"
                 )
-            tensors[name] = stored
+            tensors[name] = stored[spelled]
+    return tensors
 
+
+def load_weights(folder, config):
+    """All parameters of a checkpoint as `StoredWeights`, in the shapes of the configuration.
+
+    Raises OSError if files are missing. Raises ValueError, naming the tensors, if one is missing, left over, duplicated
+    or of another shape or dtype. Warns of other models' heads and of an output head that a tied configuration ignores.
+    """
+    folder = Path(folder)
+    tensors = _find_tensors(folder)
     if config.n_layer > len(tensors):
         raise ValueError(
             f"{folder} holds {len(tensors)} tensors, too few for the n_layer of {config.n_layer} in its config.json"
@@ -221,28 +290,28 @@ def load_weights(folder, config):
     shapes = config.parameter_shapes()
     head = tensors.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     missing = [name for name in shapes if name not in tensors]
-    if missing:
-        raise ValueError(f"{folder} lacks {_join_names(missing)}, which its config.json asks for")
     left_over = [name for name in tensors if name not in shapes]
+    if missing:
+        instead = f"; it holds {_join_names(left_over)} instead" if left_over else ""
+        if any(name.endswith(f".{missing[0]}") for name in left_over):
+            instead += ", names with the prefix of a wrapper: save the model that it wraps"
+        raise ValueError(f"{folder} lacks {_join_names(missing)}, which its config.json asks for{instead}")
     unknown = [name for name in left_over if PARAMETER.fullmatch(name)]
     if unknown:
-        raise ValueError(f"{folder} holds {_join_names(unknown)}, for which its config.json has no place")
+        raise ValueError(f"{folder} holds {_join_names(unknown)}, which do not match its config.json")
     if left_over:
-        warnings.warn(f"{folder}: {_join_names(left_over)} is no part of GPT-2 and was not read", stacklevel=2)
+        warnings.warn(f"{folder}: not part of GPT-2 and ignored: {_join_names(left_over)}", stacklevel=2)
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{folder}: {name} has shape {tensors[name].shape}; config.json makes it {shape}")
         if tensors[name].dtype not in DTYPES:
             raise ValueError(
-                f"{folder}: {name} is stored as {tensors[name].dtype}; only {', '.join(DTYPES)} can be read"
+                f"{folder}: {name} is stored as {shorten(tensors[name].dtype)}; only {', '.join(DTYPES)} can be read"
             )
-
     if head is not None and not _same_values(head, tensors["wte.weight"]):
         warnings.warn(
             f"{folder}: lm_head.weight differs from wte.weight, but config.json ties the two: wte.weight is used "
             "(set tie_word_embeddings to false to use the file's head)",
             stacklevel=2,
         )
-    # Largest first: what is held beside a tensor while it is read and laid out is then never on top of all the others.
-    largest_first = sorted(shapes, key=lambda name: -tensors[name].size)
-    return ((name, _read_values(tensors[name]).reshape(shapes[name])) for name in largest_first)
+    return StoredWeights({name: tensors[name] for name in shapes})

@@ -1,10 +1,35 @@
-"""Incremental UTF-8 decoding and stop-string matching across token boundaries."""
+"""Tokens in, text out, in pieces: incremental UTF-8 decoding and stop-string matching across token boundaries."""
 
 import codecs
 
 
+class TextStream:
+    """The text of one row as it may be shown: whole characters only, and nothing that may become a stop string.
+
+    All pieces together are the text before the first stop string; bytes that are not UTF-8 come out as U+FFFD.
+    """
+
+    def __init__(self, tokenizer, stops=()):
+        self._tokenizer = tokenizer
+        self._utf8 = IncrementalUtf8Decoder()
+        self._stops = StopMatcher(stops)
+
+    @property
+    def stop_sequence(self):
+        """The stop string that was found, or None."""
+        return self._stops.matched
+
+    def push(self, token):
+        """The text that may be shown after one more token."""
+        return self._stops.push(self._utf8.push(self._tokenizer.token_bytes(token)))
+
+    def flush(self):
+        """The text that was held back, when no token follows."""
+        return self._stops.push(self._utf8.flush()) + self._stops.flush()
+
+
 class IncrementalUtf8Decoder:
-    """Bytes in, text out, in pieces: a character is given out as soon as its last byte is in, and not before.
+    """Bytes in, text out, in pieces: each character appears as soon as its last byte is in.
 
     All pieces together are what decoding all bytes at once gives, with U+FFFD for what is not UTF-8.
     """
@@ -17,15 +42,15 @@ class IncrementalUtf8Decoder:
         return self._decoder.decode(data)
 
     def flush(self):
-        """What is left of an unfinished character, as U+FFFD."""
+        """The rest of an unfinished character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopMatcher:
     """Finds stop strings in streamed text, and holds back only what may still become one.
 
-    The stop that is complete first wins; of several complete at the same character, the longest. So the outcome does
-    not depend on how the text is cut into pieces. Raises ValueError for an empty stop string.
+    The stop string that is complete first wins; of several complete at the same character, the longest. So the result
+    does not depend on how the text is split into pieces. Raises ValueError for an empty stop string.
     """
 
     def __init__(self, stops):
@@ -37,7 +62,7 @@ class StopMatcher:
 
     @staticmethod
     def _overlap(text, stop):
-        """Length of the longest end of `text` that is a beginning of `stop`."""
+        """Length of the longest suffix of `text` that is a prefix of `stop`."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
     def push(self, text):
@@ -58,3 +83,15 @@ class StopMatcher:
         """The text that was held back, now that nothing follows."""
         text, self._held = self._held, ""
         return text
+
+
+def stop_predicate(tokenizer, stops):
+    """A function of generated ids: whether their text holds a stop string. None if there are no stop strings."""
+    if not stops:
+        return None
+
+    def ends_with_stop(ids):
+        text = IncrementalUtf8Decoder().push(b"".join(map(tokenizer.token_bytes, ids)))
+        return any(stop in text for stop in stops)
+
+    return ends_with_stop

@@ -359,7 +359,7 @@ def test_rows_of_a_batch_fill_the_context_one_by_one(tok):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
-@pytest.mark.parametrize("options", [{}, {"context_shift": True}, {"window": 4}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"use_cache": False}], ids=str)
 def test_a_prompt_too_long_is_refused_before_anything_runs(tok, watch, max_tokens, options):
     """K08: a prompt longer than the context."""
     t = tiny()
@@ -549,9 +549,10 @@ def test_seeds(tok):
     assert [[step.token for step in streamed if step.row == row] for row in (0, 1)] == first
     runs = [first, ids(1), ids(2**63), ids(None), ids(None)]  # 0 is a seed like any other; None is a new one each time
     assert len({str(run) for run in runs}) == 5
-    # Row 1 of one seed is not row 0 of the next.
-    same = ids_of(generate(t.model, tok, [[1]] * 3, seed=8, max_tokens=20, ignore_eos=True, **FLAT))
-    following = ids_of(generate(t.model, tok, [[1]] * 3, seed=9, max_tokens=20, ignore_eos=True, **FLAT))
+    # Continuation 1 of one seed is not continuation 0 of the next.
+    options = dict(num_return_sequences=3, max_tokens=20, ignore_eos=True)
+    same = ids_of(generate(t.model, tok, [[1]], seed=8, **options, **FLAT))
+    following = ids_of(generate(t.model, tok, [[1]], seed=9, **options, **FLAT))
     assert len({str(row) for row in same + following}) == 6
 
 
@@ -573,7 +574,7 @@ def test_draws_are_independent(tok):
     t = tiny(n_positions=512, n_layer=1)
     uniform = one_hot(0, 1, 2, 3)
     options = dict(max_tokens=300, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
-    ids = np.array(ids_of(generate(t.model, tok, [[9]] * 40, **options)))  # [rows, steps]
+    ids = np.array(ids_of(generate(t.model, tok, [[9]], num_return_sequences=40, **options)))  # [rows, steps]
     assert_follows(Counter(ids.ravel().tolist()), dict.fromkeys(range(4), 1 / 4))
     for pairs in (4 * ids[:, :-1] + ids[:, 1:], 4 * ids[:-1] + ids[1:]):
         assert_follows(Counter(pairs.ravel().tolist()), dict.fromkeys(range(16), 1 / 16))

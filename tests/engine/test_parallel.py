@@ -14,7 +14,7 @@ from minigen.engine import linear as linear_module
 from minigen.engine import ops
 from minigen.engine import parallel as threads
 from minigen.engine.linear import linear, pack_weight
-from minigen.engine.ops import attention
+from minigen.engine.ops import attention, attention_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def python(code, **environment):
     return run.stdout
 
 
-# ---- share -------------------------------------------------------------------------------------------------------
+# ---- parallel_for ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 50])
@@ -49,20 +49,20 @@ def test_every_task_runs_once_and_all_are_done_on_return(three_threads, n):
             time.sleep(0.0002 * (i % 3))
             done.append(i)
 
-        threads.share(task, n)
+        threads.parallel_for(task, n)
         assert sorted(done) == list(range(n))
 
 
 def test_several_threads_work_on_one_call(three_threads):
     meeting = threading.Barrier(3)  # passed only if three tasks run at the same time
-    threads.share(lambda i: meeting.wait(timeout=20), 3)
+    threads.parallel_for(lambda i: meeting.wait(timeout=20), 3)
 
 
 def test_one_thread_means_the_callers_own(monkeypatch):
     monkeypatch.setattr(threads, "THREADS", 1)
     monkeypatch.setattr(threads, "_jobs", None)
     names = set()
-    threads.share(lambda i: names.add(threading.current_thread()), 10)
+    threads.parallel_for(lambda i: names.add(threading.current_thread()), 10)
     assert names == {threading.current_thread()}
     assert threads._jobs is None
 
@@ -75,11 +75,11 @@ def test_workers_that_are_busy_are_not_waited_for(three_threads):
         release.wait(timeout=20)
 
     # Three tasks that block: on the thread that called, and on both workers.
-    other = threading.Thread(target=threads.share, args=(block, 3))
+    other = threading.Thread(target=threads.parallel_for, args=(block, 3))
     other.start()
     started.wait(timeout=20)
     done = []
-    threads.share(done.append, 7)  # nobody but this thread is free
+    threads.parallel_for(done.append, 7)  # nobody but this thread is free
     assert sorted(done) == list(range(7))
     release.set()
     other.join(timeout=20)
@@ -98,9 +98,9 @@ def test_an_error_is_raised_after_all_tasks_have_ended(three_threads, where):
         done.append(i)
 
     with pytest.raises(MemoryError, match="task"):
-        threads.share(task, 3)
+        threads.parallel_for(task, 3)
     assert len(done) == (2 if where == "caller" else 1)
-    threads.share(done.append, 3)  # and the workers live on
+    threads.parallel_for(done.append, 3)  # and the workers live on
 
 
 def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_threads, monkeypatch):
@@ -110,16 +110,16 @@ def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_th
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(OSError, match=r"can't start new thread.*OPENBLAS_NUM_THREADS=1"):
-            threads.share(lambda i: None, 3)
+            threads.parallel_for(lambda i: None, 3)
     assert threads._jobs is None
     done = []
-    threads.share(done.append, 3)
+    threads.parallel_for(done.append, 3)
     assert sorted(done) == [0, 1, 2]
 
 
 def test_a_task_may_share_in_turn(three_threads):
     done = []
-    threads.share(lambda i: threads.share(lambda j: done.append((i, j)), 3), 4)
+    threads.parallel_for(lambda i: threads.parallel_for(lambda j: done.append((i, j)), 3), 4)
     assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
 
 
@@ -148,7 +148,7 @@ RUN = (
     "import numpy as np; from minigen.engine import linear, ops, parallel as threads;"
     "threads.THREADS = ops.THREADS = linear.THREADS = 2;"
     "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
-    "weight = linear.pack_weight(w, 'rows');"
+    "weight = linear.pack_weight(w, 'row_blocks');"
     "right = lambda: np.array_equal(linear.linear(x, weight), x @ w);"  # small whole numbers: exact in any order
 )
 
@@ -180,11 +180,11 @@ print(os.waitpid(child, 0)[1], right())
 # ---- linear layers and attention on several threads --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["rows", "columns"])
-def test_linear_on_several_threads_is_the_same_product(three_threads, order):
+@pytest.mark.parametrize("layout", ["row_blocks", "column_blocks"])
+def test_linear_on_several_threads_is_the_same_product(three_threads, layout):
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((768, 1403)).astype(np.float32)
-    weight = pack_weight(matrix, order)
+    weight = pack_weight(matrix, layout)
     for n_rows in (1, 2, 5, 16, 17, 31):
         x = rng.standard_normal((n_rows, 768)).astype(np.float32)
         np.testing.assert_allclose(linear(x, weight), x.astype(float) @ matrix.astype(float), atol=5e-4)
@@ -193,7 +193,7 @@ def test_linear_on_several_threads_is_the_same_product(three_threads, order):
 def test_two_threads_may_use_one_weight_at_once(three_threads):
     rng = np.random.default_rng(0)
     matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
-    weight = pack_weight(matrix, "rows")
+    weight = pack_weight(matrix, "row_blocks")
     wrong = []
 
     def run(seed):
@@ -213,8 +213,8 @@ def test_two_threads_may_use_one_weight_at_once(three_threads):
 
 def slow_attention(q, keys, values, scale, mask):
     """softmax(q @ k.T * scale) @ v in float64, query by query."""
-    B, H, D, T = q.shape
-    out = np.zeros((B, T, H, D))
+    B, H, _, T = q.shape
+    out = np.zeros((B, T, H, values.shape[2]))
     for b, h, t in np.ndindex(B, H, T):
         scores = keys[b, h].T.astype(float) @ q[b, h, :, t].astype(float) * scale
         if mask is not None:
@@ -256,6 +256,18 @@ def test_attention_is_the_formula(three_threads, B, H, T, S, D, masked):
     np.testing.assert_array_equal(q, before)
 
 
+def test_attention_weights_are_what_attention_multiplies_the_values_by():
+    rng = np.random.default_rng(0)
+    q, keys = (rng.standard_normal((2, 3, 16, n)).astype(np.float32) for n in (5, 40))
+    mask = np.tril(np.ones((5, 40), bool), 30)[None, None] & (rng.random((2, 1, 5, 40)) < 0.5)
+    mask[..., 0] = True
+    one_hot = np.broadcast_to(np.eye(40), (2, 3, 40, 40))  # values that pick out each weight
+    for seen in (mask, None):
+        found = attention_weights(q, keys, np.float32(0.3), seen)
+        np.testing.assert_allclose(found.swapaxes(1, 2), slow_attention(q, keys, one_hot, 0.3, seen), atol=1e-6)
+        assert seen is None or (found[~np.broadcast_to(seen, found.shape)] == 0).all()
+
+
 @pytest.mark.parametrize("columns", [slice(None), slice(3, -2)], ids=["contiguous", "a slice"])
 def test_elementwise_is_the_function_of_every_value(columns):
     x = np.random.default_rng(0).standard_normal((3, 700, 101)).astype(np.float32)[..., columns]
@@ -266,13 +278,13 @@ def test_elementwise_is_the_function_of_every_value(columns):
 # ---- the choice of layout ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slow", ["blocks", "plain", "rows", "columns"])
+@pytest.mark.parametrize("slow", ["blocks", "unblocked", "row_blocks", "column_blocks"])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
     real_blocks, real_singles = linear_module._blocked_matmul, linear_module._rowwise_matmul
 
     def by_blocks(x, blocks):
-        rows = blocks.strides[1] < blocks.strides[2]
-        if slow == "blocks" or slow == ("rows" if rows else "columns"):
+        layout = "row_blocks" if blocks.strides[1] < blocks.strides[2] else "column_blocks"
+        if slow in ("blocks", layout):
             time.sleep(0.01)
         return real_blocks(x, blocks)
 
@@ -285,7 +297,15 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
     monkeypatch.setattr(linear_module, "_blocked_matmul", by_blocks)
     monkeypatch.setattr(linear_module, "_rowwise_matmul", one_by_one)
     found = linear_module._choose_layout.__wrapped__()
-    assert found in {"blocks": ["plain"], "plain": ["rows", "columns"], "rows": ["columns"], "columns": ["rows"]}[slow]
+    assert (
+        found
+        in {
+            "blocks": ["unblocked"],
+            "unblocked": ["row_blocks", "column_blocks"],
+            "row_blocks": ["column_blocks"],
+            "column_blocks": ["row_blocks"],
+        }[slow]
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,16 +330,16 @@ def test_another_value_of_minigen_linear_is_refused():
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("layout", ["row_blocks", "column_blocks"])
 @pytest.mark.parametrize("n_in", [8, 100, 768, 1024, 1280, 1600, 3072, 4096, 6400, 20000])
-def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in, order):
+def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in, layout):
     sizes, real = [], np.matmul
 
     def matmul(a, b, out=None):
         sizes.append((a.shape[-2], a.shape[-2] * a.shape[-1] * b.shape[-1]))
         return real(a, b, out=out)
 
-    weight = pack_weight(np.ones((n_in, 70), np.float32), order)
+    weight = pack_weight(np.ones((n_in, 70), np.float32), layout)
     monkeypatch.setattr(ops.np, "matmul", matmul)
     for n_rows in (1, 2, 3, 8, 9, 16, 17, 31):
         linear(np.ones((n_rows, n_in), np.float32), weight)

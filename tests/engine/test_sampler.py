@@ -16,19 +16,22 @@ from hypothesis import strategies as st
 
 from minigen.engine.sampler import (
     History,
+    Noise,
     apply_logit_bias,
+    apply_logits_processors,
     apply_presence_frequency,
     apply_repetition_penalty,
     apply_temperature,
     ban_repeated_ngrams,
-    draw,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical_p,
     log_softmax,
-    probs,
-    process,
+    next_token_probs,
+    one_hot,
+    sample_token,
+    top_ids,
 )
 from minigen.options import SamplingConfig
 from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, columns, make_case, moments
@@ -60,13 +63,15 @@ def kept_ids(logits):
 
 
 def run(logits, ids=(), n_prompt=0, **options):
-    """probs() with everything off but the given options."""
-    return probs(read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options))
+    """next_token_probs() with everything off but the given options."""
+    return next_token_probs(read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options))
 
 
 def treat(logits, ids=(), n_prompt=0, **options):
-    """process() with everything off but the given options, as a list."""
-    return process(read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options)).tolist()
+    """apply_logits_processors() with everything off but the given options, as a list."""
+    return apply_logits_processors(
+        read_only(logits), History(list(ids), n_prompt), SamplingConfig(**OFF | options)
+    ).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,14 +420,6 @@ def test_temperature_zero_is_the_first_maximum():
     assert run([1.0, 2.0, -1.0], temperature=0, logit_bias={1: -INF}).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_temperature_zero_spends_no_random_number():
-    """S01: temperature 0 depends on the seed."""
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        assert draw(run([1.0, 2.0, -1.0], temperature=0.0, top_p=0.9, min_p=0.1), rng) == 1
-        assert rng.random() == np.random.default_rng(seed).random()
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-300])
 def test_tiny_temperatures_are_greedy(temperature):
     """S01: temperatures so small that all quotients overflow."""
@@ -725,12 +722,12 @@ def test_probs_is_a_distribution_and_changes_nothing(situation):
     assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
     before = x.tobytes(), list(ids), dict(options.get("logit_bias", {}))
     config = SamplingConfig(**OFF | options)
-    p = probs(x, History(ids, n_prompt), config)
-    process(x, History(ids, n_prompt), config)
+    p = next_token_probs(x, History(ids, n_prompt), config)
+    apply_logits_processors(x, History(ids, n_prompt), config)
     assert p.dtype == np.float64 and p.shape == x.shape
     assert np.all(p >= 0) and np.any(p > 0) and abs(p.sum() - 1) < 1e-12
     assert before == (x.tobytes(), ids, dict(config.logit_bias))
-    assert probs(x, History(ids, n_prompt), config).tobytes() == p.tobytes()  # no state
+    assert next_token_probs(x, History(ids, n_prompt), config).tobytes() == p.tobytes()  # no state
 
 
 @fixed
@@ -799,13 +796,13 @@ def test_the_neutral_value_of_each_filter_changes_no_bit(name):
 def test_neutral_values_change_no_bit(situation):
     x, ids, n_prompt, options = situation
     history = History(ids, n_prompt)
-    assert process(x, history, SamplingConfig(**NEUTRAL)).tobytes() == x.tobytes()
+    assert apply_logits_processors(x, history, SamplingConfig(**NEUTRAL)).tobytes() == x.tobytes()
     assert keep_top_k(x, len(x)).tobytes() == keep_top_k(x, 10**6).tobytes() == x.tobytes()
     assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
     alone = run(x, ids, n_prompt, **options)
-    assert probs(x, history, SamplingConfig(**NEUTRAL | options)).tobytes() == alone.tobytes()
+    assert next_token_probs(x, history, SamplingConfig(**NEUTRAL | options)).tobytes() == alone.tobytes()
     integers = {k: int(v) if isinstance(v, float) else v for k, v in NEUTRAL.items()}  # 1 is as good as 1.0
-    assert probs(x, history, SamplingConfig(**integers | options)).tobytes() == alone.tobytes()
+    assert next_token_probs(x, history, SamplingConfig(**integers | options)).tobytes() == alone.tobytes()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -895,9 +892,9 @@ def test_processors_run_in_order_after_the_bias_and_before_temperature():
     x = row(4, 2, 1)
     config = SamplingConfig(**OFF | options | {"temperature": 0.5, "top_k": 1})
     # 4 / 2 = 2, 2 / 2 - 1 = 0, 1 + 0.5 = 1.5; then + 1, then * 2
-    assert process(x, History([0, 1], 1), config).tolist() == [6, 2, 5]
+    assert apply_logits_processors(x, History([0, 1], 1), config).tolist() == [6, 2, 5]
     assert seen == [([0, 1], 1, [2, 0, 1.5], np.float32), [3, 1, 2.5]]
-    assert probs(x, History([0, 1], 1), config).tolist() == [1, 0, 0]
+    assert next_token_probs(x, History([0, 1], 1), config).tolist() == [1, 0, 0]
     np.testing.assert_allclose(
         run([0.0, 0.0], temperature=0.5, logits_processors=(lambda h, x: x + np.log([1, 3]),)), [0.1, 0.9], atol=1e-7
     )
@@ -916,8 +913,8 @@ def test_a_processor_that_writes_in_place_leaves_the_input_alone():
 
     x = row(1, 2, 3)
     config = SamplingConfig(**OFF, logits_processors=(ban_last,))
-    assert process(x, EMPTY, config).tolist() == [1, 2, -INF]
-    assert probs(x, EMPTY, config)[2] == 0
+    assert apply_logits_processors(x, EMPTY, config).tolist() == [1, 2, -INF]
+    assert next_token_probs(x, EMPTY, config)[2] == 0
     assert x.tolist() == [1, 2, 3]
 
 
@@ -938,97 +935,190 @@ def test_a_processor_that_returns_another_shape_is_refused(shape):
 # The draw
 
 
-class Uniforms:
-    """A generator whose random() gives the chosen numbers, and nothing else."""
+class FixedNoise:
+    """Noise whose exponentials are given by token; `asked` are the tokens that it was asked for."""
 
-    def __init__(self, *values):
-        self.values = list(values)
+    def __init__(self, exponentials):
+        self.given = np.asarray(exponentials, float)
+        self.asked = None
 
-    def random(self):
-        return self.values.pop(0)
-
-
-class NoUniforms:
-    def random(self):
-        raise AssertionError("a certain outcome spends no random number")
+    def exponentials(self, tokens):
+        self.asked = list(tokens)
+        return self.given[tokens]
 
 
-LAST = 1 - 2.0**-53  # the largest number random() can give
+class NoNoise:
+    def exponentials(self, tokens):
+        raise AssertionError("a certain outcome takes no noise")
 
 
-def test_draw_inverts_the_distribution():
-    p = np.array([0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0])
-    below = lambda u: math.nextafter(u, 0.0)  # noqa: E731
-    for u, token in [
-        (0.0, 1),
-        (2.0**-53, 1),
-        (below(0.25), 1),
-        (0.25, 3),
-        (below(0.75), 3),
-        (0.75, 4),
-        (below(0.875), 4),
-        (0.875, 5),
-        (LAST, 5),
-    ]:
-        rng = Uniforms(u)
-        assert draw(p, rng) == token and rng.values == []
-    assert type(draw(p, Uniforms(0.3))) is int
-    rare = np.array([2.0**-20, 1 - 2.0**-20])
-    assert [draw(rare, Uniforms(u)) for u in (0.0, below(2.0**-20), 2.0**-20, LAST)] == [0, 0, 1, 1]
+def test_the_race_is_won_by_the_smallest_quotient():
+    p = np.array([0.0, 0.5, 0.25, 0.0, 0.25])
+    for exponentials, winner in (
+        ([0.0, 1.0, 0.4, 0.0, 9.0], 2),  # 2 before 1.6
+        ([0.0, 1.0, 0.6, 0.0, 9.0], 1),  # 2 before 2.4
+        ([9.0, 9.0, 9.0, 9.0, 4.0], 4),
+        ([0.0, 1.0, 0.5, 0.0, 0.5], 1),  # ties: lowest id
+    ):
+        noise = FixedNoise(exponentials)
+        token = sample_token(p, noise)
+        assert token == winner and type(token) is int
+        assert noise.asked == [1, 2, 4]  # the others cost nothing
 
 
 @fixed
-@given(
-    st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1.0)), min_size=1, max_size=12).filter(any),
-    st.one_of(st.sampled_from([0.0, 2.0**-53, 0.5, LAST]), st.floats(0, LAST)),
-)
-def test_draw_never_returns_what_has_no_probability(weights, u):
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-300, 1.0)), min_size=1, max_size=12).filter(any), st.integers(0))
+def test_the_race_against_its_definition(weights, seed):
     p = np.array(weights) / np.sum(weights)
-    token = draw(p, Uniforms(u, u))
-    assert p[token] > 0
-    below = math.fsum(p[:token])  # u lies in the token's share, to rounding
-    assert below - 1e-12 <= u <= below + p[token] + 1e-12
+    exponentials = np.random.default_rng(seed).standard_exponential(len(p))
+    with np.errstate(over="ignore"):
+        quotients = {token: exponentials[token] / p[token] for token in range(len(p)) if p[token] > 0}
+        assert sample_token(p, FixedNoise(exponentials)) == min(quotients, key=quotients.get)
 
 
-def test_draw_at_every_border_of_a_long_row():
-    rng = np.random.default_rng(3)
-    p = rng.random(1000) ** 8
-    p[rng.random(1000) < 0.5] = 0.0
-    p /= p.sum()
-    for u in [*np.cumsum(p), 0.0, LAST]:
-        for near in (math.nextafter(u, 0.0), u, math.nextafter(u, 1.0)):
-            if 0 <= near < 1:
-                assert p[draw(p, Uniforms(near))] > 0
-    for total in (1 - 1e-13, 1 + 1e-13):  # sums that rounding has moved
-        assert draw(p * total, Uniforms(LAST)) == np.flatnonzero(p)[-1]
-        assert draw(p * total, Uniforms(0.0)) == np.flatnonzero(p)[0]
-
-
-def test_draw_spends_exactly_one_uniform_and_none_on_a_certain_outcome():
-    rng, twin = np.random.default_rng(5), np.random.default_rng(5)
-    for size in (2, 7, 1000):
-        draw(np.full(size, 1 / size), rng)
-        twin.random()
-    assert rng.random() == twin.random()
+def test_a_certain_outcome_takes_no_noise():
+    """S01: temperature 0 depends on the seed."""
     for token in (0, 3, 6):
-        certain = np.zeros(7)
-        certain[token] = 1.0
-        assert draw(certain, NoUniforms()) == token
-    assert draw(np.array([1.0]), NoUniforms()) == 0
-    assert draw(run([1.0, 5.0, 2.0], top_k=1), NoUniforms()) == 1
-    assert draw(run([1.0, 5.0, 2.0], temperature=0), NoUniforms()) == 1
-    assert draw(run([1.0, 5.0, 2.0], top_p=1e-6), NoUniforms()) == 1
-    assert draw(run([1.0, 5.0, 2.0], min_p=1.0), NoUniforms()) == 1
+        assert sample_token(one_hot(token, 7), NoNoise()) == token
+    logits = [1.0, 5.0, 2.0]
+    for options in (dict(top_k=1), dict(temperature=0, top_p=0.9, min_p=0.1), dict(top_p=1e-6), dict(min_p=1.0)):
+        assert sample_token(run(logits, **options), NoNoise()) == 1
 
 
-def test_draw_leaves_the_global_state_and_its_input_alone():
+def test_a_generator_serves_as_noise():
+    p = np.array([0.25, 0.0, 0.5, 0.25])
+    rng, twin = np.random.default_rng(5), np.random.default_rng(5)
+    for _ in range(50):
+        exponentials = np.insert(twin.standard_exponential(3), 1, 0)
+        assert sample_token(p, rng) == sample_token(p, FixedNoise(exponentials))
+
+
+def test_the_draw_leaves_the_global_state_and_its_input_alone():
     before = np.random.get_state()[1].tobytes()
     p = np.array([0.25, 0.5, 0.25])
     copy = p.tobytes()
-    first = [draw(p, rng) for rng in [np.random.default_rng(0)] for _ in range(50)]
-    again = [draw(p, rng) for rng in [np.random.default_rng(0)] for _ in range(50)]
-    assert first == again != [draw(p, rng) for rng in [np.random.default_rng(1)] for _ in range(50)]
+    draws = [[sample_token(p, Noise(seed, 0, position)) for position in range(50)] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
     assert np.random.get_state()[1].tobytes() == before and p.tobytes() == copy
+
+
+@pytest.mark.parametrize(
+    ("scores", "n", "ids"),
+    [
+        ([1.0, 3.0, 2.0], 2, [1, 2]),
+        ([2.0, 1.0, 2.0, 2.0], 2, [0, 2]),  # ties: lowest id
+        ([2.0, 1.0, 2.0, 2.0], 4, [0, 2, 3, 1]),
+        ([1.0, 2.0, 1.0, 2.0, 1.0], 3, [1, 3, 0]),
+        ([-INF, 0.0, -INF], 2, [1, 0]),
+        ([1.0, 2.0], 5, [1, 0]),
+        ([1.0, 2.0], 0, []),
+    ],
+)
+def test_top_ids(scores, n, ids):
+    assert top_ids(np.array(scores), n).tolist() == ids
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The noise
+
+MASK = 2**64 - 1
+SHIFTS, FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 1)
+
+
+def splitmix64(state, n):
+    """The first n outputs of the published SplitMix64 generator, in Python integers."""
+    outputs = []
+    for _ in range(n):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        z = state
+        for shift, factor in zip(SHIFTS, FACTORS, strict=True):
+            z = (z ^ (z >> shift)) * factor & MASK
+        outputs.append(z)
+    return outputs
+
+
+def state_before(output):
+    """The state from which SplitMix64's next output is this one."""
+    z = output
+    for shift, factor in zip(SHIFTS[::-1], FACTORS[::-1], strict=True):
+        mixed = z = z * pow(factor, -1, 2**64) & MASK
+        for _ in range(64 // shift):
+            z = mixed ^ (z >> shift)
+    return (z - 0x9E3779B97F4A7C15) & MASK
+
+
+def start_from(monkeypatch, state):
+    """Seed the noise with this state of SplitMix64 instead of one from its fields."""
+
+    class Fixed:
+        def __init__(self, fields):
+            pass
+
+        def generate_state(self, n_words, dtype):
+            return np.full(n_words, state, dtype)
+
+    monkeypatch.setattr(np.random, "SeedSequence", Fixed)
+
+
+def test_uniforms_are_outputs_of_splitmix64(monkeypatch):
+    # The outputs that the published implementation gives for seed 1234567.
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert splitmix64(1234567, 5) == known
+    states = {Noise(7, 1, 30, 2): int(np.random.SeedSequence((7, 1, 30, 2)).generate_state(1, np.uint64)[0])}
+    for noise, state in states.items():
+        expected = np.array(splitmix64(state, 1000)) / 2.0**64
+        np.testing.assert_allclose(noise.uniforms(range(1000)), expected, rtol=0, atol=2.0**-52)
+        np.testing.assert_array_equal(noise.uniforms([999, 3]), noise.uniforms(range(1000))[[999, 3]])
+    start_from(monkeypatch, 1234567)
+    np.testing.assert_allclose(Noise(0, 0, 0).uniforms(range(5)), np.array(known) / 2.0**64, rtol=0, atol=2.0**-52)
+
+
+@pytest.mark.parametrize("output", [0, 1, 2**63 - 1, 2**63, MASK - 1, MASK])
+def test_uniforms_are_never_0_or_1(monkeypatch, output):
+    # At 0 a token could never win the race, and at 1 it would win whatever its probability.
+    assert splitmix64(state_before(output), 1) == [output]
+    start_from(monkeypatch, state_before(output))
+    noise = Noise(0, 0, 0)
+    (u,) = noise.uniforms([0])
+    assert 0 < u < 1 and abs(u - output / 2.0**64) <= 2.0**-52
+    (exponential,) = noise.exponentials([0])
+    assert exponential == -np.log(u) and 0 < exponential < INF
+
+
+def test_exponentials_are_exponential():
+    numbers = Noise(3, 1, 4).exponentials(range(200_000))
+    # 20 cells that are equally likely
+    cells = (20 * -np.expm1(-numbers)).astype(int)
+    assert_frequencies(cells, np.full(20, 1 / 20))
+
+
+FIELDS = ("seed", "number", "position", "stream")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_noise_of_neighbours_is_uncorrelated(field):
+    noise = Noise(5, 0, 3, 0)
+    n_neighbours, n_tokens = 400, 500
+    numbers = np.array(
+        [noise._replace(**{field: value}).uniforms(range(n_tokens)) for value in range(n_neighbours + 1)]
+    )
+    numbers = (numbers - 0.5) * math.sqrt(12)  # mean 0, variance 1
+    sigma = 1 / math.sqrt(n_neighbours * n_tokens)
+    for ours, theirs in (
+        (numbers[:-1], numbers[1:]),  # the same token, one field differs by 1
+        (numbers[:-1, 1:], numbers[1:, :-1]),  # its neighbour
+        (numbers[:, :-1], numbers[:, 1:]),
+    ):
+        assert abs((ours * theirs).mean()) < 5 * sigma
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_draws_of_neighbours_are_independent(field):
+    p = np.array([0.4, 0.3, 0.2, 0.1])
+    draws = np.array([sample_token(p, Noise(5, 0, 3, 0)._replace(**{field: value})) for value in range(5_001)])
+    assert_frequencies(draws, p)
+    assert_frequencies(4 * draws[:-1] + draws[1:], np.outer(p, p).ravel())
+    assert_frequencies(4 * draws[:-2] + draws[2:], np.outer(p, p).ravel())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1057,53 +1147,29 @@ MIXES = {
 }  # fmt: skip
 
 
-def borders_of(p):
-    """Where draw passes from one token to the next: float64 [n - 1], found by bisection over all 2**53 uniforms."""
-    tokens = np.flatnonzero(p)
-    borders = []
-    for token in tokens[:-1]:
-        low, high = 0, 2**53  # draw gives <= token below low * 2**-53 and more from high * 2**-53 on
-        while low < high:
-            middle = (low + high) // 2
-            if draw(p, Uniforms(middle * 2.0**-53)) <= token:
-                low = middle + 1
-            else:
-                high = middle
-        borders.append(low * 2.0**-53)
-    return tokens, np.array(borders)
+@pytest.fixture(scope="module")
+def exponentials():
+    """The noise of 200,000 races, [races, V]: of 20,000 positions, 10 at each, of which the first is the position's."""
+    tokens = np.arange(10 * len(SKEWED))
+    noise = [Noise(11, 0, position).exponentials(tokens) for position in range(20_000)]
+    return np.reshape(noise, (-1, len(SKEWED)))
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_frequencies_of_200_000_draws(name):
+def test_frequencies_of_200_000_draws(exponentials, name):
     ids, n_prompt = SEEN
     p = run(SKEWED, ids, n_prompt, **MIXES[name])
     exact = np.array(ref_softmax(ref_logits(SKEWED, ids, n_prompt, MIXES[name])))
     np.testing.assert_allclose(p, exact, rtol=0, atol=1e-6)
-    # draw is a step function of its uniform, so 200,000 of its outcomes follow from the steps ...
-    tokens, borders = borders_of(p)
-    np.testing.assert_allclose(np.diff([0.0, *borders, 1.0]), p[tokens], rtol=0, atol=1e-14)
-    draws = tokens[np.searchsorted(borders, np.random.default_rng(11).random(200_000), side="right")]
-    # ... as the first 2,000 show.
-    rng = np.random.default_rng(11)
-    assert draws[:2000].tolist() == [draw(p, rng) for _ in range(2000)]
+    # All races at once ...
+    tokens = np.flatnonzero(p)
+    draws = tokens[np.argmin(exponentials[:, tokens] / p[tokens], axis=1)]
+    # ... which the sampler runs one by one.
+    assert draws[:5000:10].tolist() == [sample_token(p, Noise(11, 0, position)) for position in range(500)]
     assert_frequencies(draws, exact)
+    assert_frequencies(draws[::10], exact)
 
 
-def test_frequencies_and_successive_pairs_of_a_uniform_row():
-    """S10: correlated draws."""
-    n, rng = 100_000, np.random.default_rng(0)
-    p = run([0.5] * 4)
-    assert p.tolist() == [0.25] * 4
-    draws = np.array([draw(p, rng) for _ in range(n)])
-    four_sigma = 4 * math.sqrt(n * 0.25 * 0.75)
-    assert np.all(np.abs(np.bincount(draws, minlength=4) - n / 4) < four_sigma)
-    assert_frequencies(draws, p)
-    assert_frequencies(4 * draws[:-1:2] + draws[1::2], np.full(16, 1 / 16))  # pairs that do not overlap
-    assert_frequencies(4 * draws[1:-1:2] + draws[2::2], np.full(16, 1 / 16))
-
-
-def test_two_rows_with_their_own_generators_are_independent():
-    p = run([0.5] * 4)
-    one, other = np.random.default_rng((0, 0)), np.random.default_rng((0, 1))
-    pairs = np.array([4 * draw(p, one) + draw(p, other) for _ in range(20_000)])
-    assert_frequencies(pairs, np.full(16, 1 / 16))
+def test_frequencies_with_a_generator():
+    p, rng = run(SKEWED, temperature=1.7), np.random.default_rng(0)
+    assert_frequencies([sample_token(p, rng) for _ in range(20_000)], p)

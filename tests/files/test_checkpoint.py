@@ -1,5 +1,6 @@
 """From files to a model: what is found, read, refused and warned of; the float64 reference judges what was read."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +25,7 @@ from minigen.files.hub import resolve_checkpoint
 from tests.golden.make_logits import stored_params
 from tests.oracles import reference
 from tests.oracles.reference import reference_logits
-from tests.tiny import (
+from tests.oracles.tiny import (
     BYTE_OF_ID,
     as_stored,
     bfloat16_bits,
@@ -172,6 +174,14 @@ def test_a_mask_that_is_not_causal_changes_nothing(tmp_path, plain, kind):
     folder, config, params = plain
     buffers = {f"h.{layer}.attn.bias": np.ones((1, 1, 16, 16), kind) for layer in range(2)}
     assert_same_logits(write_checkpoint(tmp_path, config, params, extra=buffers), folder)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model.", "_orig_mod.transformer."])
+def test_names_with_the_prefix_of_a_wrapper_are_refused_with_what_the_file_holds(tmp_path, plain, prefix):
+    """F07: torch.compile, DataParallel and PEFT put prefixes on names."""
+    _, config, params = plain
+    folder = write_checkpoint(tmp_path, config, params, prefix=prefix)
+    refused(lambda: read(folder), "lacks wte.weight", f"holds {prefix}", "wrapper", kind=ValueError)
 
 
 # ---- the output head ---------------------------------------------------------------------------------------------
@@ -417,7 +427,7 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path, plain):
     header["ln_f.bias"]["dtype"] = "F31"
     set_config(tmp_path)
     raw_file(tmp_path, header, data)
-    refused(lambda: read(tmp_path), "model.safetensors", kind=ValueError)
+    refused(lambda: read(tmp_path), "ln_f.bias", "F31", kind=ValueError)
 
 
 def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path):
@@ -502,6 +512,29 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, plain, damage):
     refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 548105171\n"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path, plain, shards, newline):
+    """F26: a repository that was cloned without its large files."""
+    folder = write_checkpoint(tmp_path, plain[1], plain[2], shards=shards)
+    path = max(folder.glob("*.safetensors"))
+    path.write_bytes(POINTER.replace("\n", newline).encode())
+    refused(lambda: read(folder), path, "Git LFS pointer", "git lfs pull")
+
+
+def test_a_damaged_file_of_the_hubs_cache_is_to_be_deleted_where_it_really_is(tmp_path, plain):
+    """F28: a downloaded file with other bytes is a link to them, and deleting the link alone changes nothing."""
+    folder = write_checkpoint(tmp_path / "snapshot", plain[1], plain[2])
+    link, blob = folder / "model.safetensors", tmp_path / "blob"
+    link.rename(blob)
+    link.symlink_to(blob)
+    blob.write_bytes(bytes(blob.stat().st_size))
+    refused(lambda: read(folder), link, f"delete {blob.resolve()} and download")
+
+
 @pytest.mark.parametrize("change", [-4, -1, 4])
 def test_a_file_of_another_size_is_refused_with_both_sizes(tmp_path, plain, change):
     """L09: expected and found size."""
@@ -516,7 +549,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, plain
     shutil.copytree(plain[0], tmp_path, dirs_exist_ok=True)
     tensors = load_weights(tmp_path, load_config(tmp_path))
     os.truncate(tmp_path / "model.safetensors", 3000)
-    refused(lambda: dict(tensors), tmp_path / "model.safetensors", "shorter")
+    refused(lambda: dict(tensors), tmp_path / "model.safetensors", "truncated")
 
 
 def test_a_damaged_shard_is_refused_by_name(tmp_path, plain):
@@ -571,7 +604,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header, n_bytes):
     set_config(tmp_path)
     raw_file(tmp_path, header, bytes(n_bytes))
     message = refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
-    sizes = "bytes, its header speaks of" in message
+    sizes = "bytes, its header declares" in message
     if isinstance(header, dict):  # with the tensor's name, or with sizes that say where the file ends
         assert re.search("[`'][ab][`']", message) or sizes
 
@@ -743,6 +776,33 @@ def test_a_tensor_that_no_shard_holds_is_named(tmp_path, plain):
     refused(lambda: read(folder), "ln_f.bias", kind=ValueError)
 
 
+def edit_map(folder, **moved):
+    """Let the index name other shards for some tensors."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= moved
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def shard(number, of=2):
+    return f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
+def test_a_tensor_is_read_from_the_shard_that_the_index_names_or_not_at_all(tmp_path, plain):
+    """F08: a stale copy of a tensor in another shard than the one that the index names."""
+    folder, config, params = plain
+    stale = {"h.0.attn.c_attn.bias": params["h.0.attn.c_attn.bias"] + 1}
+    sharded = write_checkpoint(tmp_path, config, params | stale, shards=2)
+    edit_map(sharded, **{"h.0.attn.c_attn.bias": shard(2)})
+    refused(lambda: read(sharded), "h.0.attn.c_attn.bias", shard(2), INDEX, kind=ValueError)
+    # The shard that the index names now has the tensor, and the stale copy is still there.
+    names = json.loads((sharded / INDEX).read_text())["weight_map"]
+    second = {name: params[name] for name, file in names.items() if file == shard(2)}
+    write_safetensors(
+        sharded / shard(2), {name: ("F32", value.shape, to_bytes(value, "F32")) for name, value in second.items()}
+    )
+    assert_same_logits(sharded, folder)
+
+
 def test_a_single_file_goes_before_shards(tmp_path, plain):
     folder, config, params = plain
     both = write_checkpoint(tmp_path, config, tiny_params(config, seed=1), shards=2)
@@ -844,12 +904,97 @@ def test_the_defaults_are_those_of_the_transformers_library(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(97, None), (50256, None), (50257, 50256), (60000, 50256)])
 def test_the_default_ids_are_those_of_a_vocabulary_that_has_them(tmp_path, vocab_size, expected):
-    """GPT-2's own end-of-text is no reason to refuse a smaller vocabulary whose config.json names no ids."""
+    """F04: GPT-2's own end-of-text is no reason to refuse a smaller vocabulary whose config.json names no ids."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    config = load_config(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(tmp_path)
     assert (config.bos_token_id, config.eos_token_id) == (expected, expected)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 97, "eos_token_id": 50256}))
-    refused(lambda: load_config(tmp_path), "eos_token_id", 50256)  # what the file says itself must be right
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "eos_ids", "bos_id"),
+    [
+        ({"bos_token_id": 50256, "eos_token_id": 50256}, {}, (), None),  # what transformers writes for 257 tokens
+        ({"eos_token_id": 257}, {}, (), 256),
+        ({"eos_token_id": -1}, {}, (), 256),
+        ({"eos_token_id": 10**30}, {}, (), 256),
+        ({"eos_token_id": [256, 50256]}, {}, (256,), 256),
+        ({"eos_token_id": [0, -1, 3]}, {}, (0, 3), 256),
+        ({}, {"eos_token_id": [256, 50256], "bos_token_id": 50256}, (256,), None),
+        ({"bos_token_id": -1}, {}, (256,), None),
+    ],
+    ids=str,
+)
+def test_an_id_outside_the_vocabulary_is_dropped_with_a_warning(tmp_path, in_config, in_generation, eos_ids, bos_id):
+    """F04: an end-of-text id that cannot be sampled ends no text; a begin-of-text id is for an empty prompt."""
+    config = tiny_config(vocab_size=257) | in_config
+    folder = write_byte_vocab(write_checkpoint(tmp_path, config, tiny_params(config)))
+    (folder / "generation_config.json").write_text(json.dumps(in_generation))
+    named = in_generation or in_config
+    with pytest.warns(UserWarning, match=".*".join(sorted(named)[-1:])) as caught:
+        model, tokenizer = minigen.load(folder)
+    assert len(caught) == len(named)
+    assert (model.config.eos_ids, model.config.bos_token_id) == (eos_ids, bos_id)
+    assert len(minigen.generate(model, tokenizer, "ab", max_tokens=3, ignore_eos=True)[0].token_ids) == 3
+    if bos_id is None:
+        refused(lambda: minigen.generate(model, tokenizer, "", max_tokens=1), "empty", "begin-of-text", kind=ValueError)
+
+
+def test_an_id_that_generation_config_overrides_is_not_warned_of(tmp_path):
+    """F04: what a config says and the model never uses."""
+    set_config(tmp_path, eos_token_id=50256)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_config(tmp_path).eos_ids == (3,)
+
+
+def test_an_empty_prompt_begins_with_the_id_of_generation_config(tmp_path):
+    """F05: the begin-of-text id of generation_config.json."""
+    config = tiny_config(vocab_size=257)
+    folder = write_byte_vocab(write_checkpoint(tmp_path, config, tiny_params(config)))
+    (folder / "generation_config.json").write_text('{"bos_token_id": 65}')
+    model, tokenizer = minigen.load(folder)
+    empty, begun = (minigen.generate(model, tokenizer, [prompt], max_tokens=5, seed=1) for prompt in ("", [65]))
+    assert empty[0].token_ids == begun[0].token_ids
+    assert empty[0].token_ids != minigen.generate(model, tokenizer, [[256]], max_tokens=5, seed=1)[0].token_ids
+
+
+def test_a_begin_of_text_token_that_the_tokenizer_adds_begins_a_session_and_nothing_else(tmp_path):
+    """F03: add_bos_token, with texts that are only a part of a text."""
+    config = tiny_config(vocab_size=257)
+    folder = write_byte_vocab(write_checkpoint(tmp_path, config, tiny_params(config)))
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    model, tokenizer = minigen.load(folder)
+    session = minigen.Session(model, tokenizer, max_tokens=1, ignore_eos=True, logit_bias={"a": 100})
+    for _ in range(2):
+        list(session.turn("b"))
+    a, b, newline = byte_ids("ab\n")
+    assert session.context == [256, b, a, newline, b, a]
+
+
+ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
+
+def test_sizes_may_have_their_names_of_other_architectures(tmp_path, plain):
+    """F06: hidden_size, num_hidden_layers, num_attention_heads and max_position_embeddings."""
+    folder, config, params = plain
+    renamed = {ALIASES.get(name, name): value for name, value in config.items()}
+    assert_same_logits(write_checkpoint(tmp_path / "renamed", renamed, params), folder)
+    assert_same_logits(write_checkpoint(tmp_path / "both", config | renamed, params), folder)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_two_names_of_one_size_that_differ_are_refused(tmp_path, name):
+    """F06: n_embd and hidden_size that contradict each other."""
+    set_config(tmp_path, **{ALIASES[name]: 4096})
+    refused(lambda: load_config(tmp_path), name, ALIASES[name], 4096, tiny_config()[name], "config.json")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path, plain):
@@ -910,9 +1055,9 @@ WRONG_VALUES = {  # keys of config.json, divided by spaces: values that they can
     "activation_function": ["foo", "GELU", "", None, 3, ["gelu"], {}, True],
     "scale_attn_weights scale_attn_by_inverse_layer_idx": ["yes", "false", 1, 0, None, [True]],
     "reorder_and_upcast_attn tie_word_embeddings": ["yes", "false", 1, 0, None, [True]],
-    "bos_token_id eos_token_id": [97, -1, 96.0, "96", True, {}, 10**30],
+    "bos_token_id eos_token_id": [96.0, "96", True, {}],
     "bos_token_id": [[1]],
-    "eos_token_id": [[1, 97], [-1], ["1"], [1, None], [[1]], [True]],
+    "eos_token_id": [["1"], [1, None], [[1]], [True]],
     "add_cross_attention": [True],
 }
 
@@ -1004,7 +1149,7 @@ def test_huge_sizes_are_refused_without_taking_time_or_memory(tmp_path, plain, n
     [
         (96, None, (96,)),
         (96, {}, (96,)),
-        (96, {"max_length": 20, "bos_token_id": 3}, (96,)),
+        (96, {"max_length": 20, "pad_token_id": 3}, (96,)),
         (96, {"eos_token_id": 5}, (5,)),
         (96, {"eos_token_id": 0}, (0,)),
         (96, {"eos_token_id": [7, 8]}, (7, 8)),
@@ -1033,7 +1178,7 @@ def test_generation_config_decides_what_ends_a_text(tmp_path, plain, in_config, 
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "[1]", "3", "null", '"eos_token_id"', '["eos_token_id"]']
-    + [f'{{"eos_token_id": {value}}}' for value in ('"96"', "97", "-1", "1.0", "true", "[97]", "[null]", "{}", "NaN")],
+    + [f'{{"eos_token_id": {value}}}' for value in ('"96"', "1.0", "true", "[null]", "{}", "NaN")],
 )
 def test_a_generation_config_that_cannot_be_is_refused_by_name(tmp_path, content):
     set_config(tmp_path)
@@ -1172,12 +1317,34 @@ def test_a_folder_without_weights_names_what_was_looked_for(byte_checkpoint, tmp
     assert "pickle" not in message
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="nothing is unreadable to the superuser")
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_an_unreadable_file_is_an_oserror(tmp_path, plain, file):
-    folder = write_checkpoint(tmp_path, plain[1], plain[2])
-    (folder / file).chmod(0)
-    refused(lambda: read(folder), file, kind=OSError)
+@contextlib.contextmanager
+def without_privileges():
+    """Run as an ordinary user: the superuser may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
+def test_what_may_not_be_read_is_named(plain):
+    """F17: a file or the folder without permission."""
+    _, config, params = plain
+    with tempfile.TemporaryDirectory() as top:  # pytest's own folders are closed to other users
+        os.chmod(top, 0o755)
+        folder = write_byte_vocab(write_checkpoint(Path(top) / "model", config, params, shards=2))
+        for name in ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
+            (folder / name).write_text("{}")
+        minigen.load(folder)  # imports all that it needs before files of the installation become unreadable
+        for path in [*folder.iterdir(), folder]:
+            mode = path.stat().st_mode
+            path.chmod(0)
+            with without_privileges():
+                refused(lambda: minigen.load(folder), f"cannot read {path}", "Permission denied", kind=OSError)
+            path.chmod(mode)
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------------

@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 
 from tests.oracles.reference import reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_ThisTokenIsNotToBeShown"
 CONFIG = tiny_config(vocab_size=257)
+# Repositories with two files more, one of which cannot be downloaded at first.
+SMALL = {"generation_config.json": b'{"eos_token_id": [256, 66]}', "added_tokens.json": b'{"<pad>": 300}'}
+HALVES = {"half_config": "generation_config.json", "half_tokens": "added_tokens.json"}
 SCRIPT = """
 import json, os, sys, warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +45,9 @@ warnings.simplefilter("always")
 
 def load(name):
     try:
-        model, _ = minigen.load(name)
-        return {"logits": model.forward([[1, 2, 3]])[0].tolist()}
+        model, tokenizer = minigen.load(name)
+        logits = model.forward([[1, 2, 3]])[0].tolist()
+        return {"logits": logits, "eos": model.config.eos_ids, "ids": tokenizer.encode("!<pad>")}
     except Exception as error:
         return {"error": str(error), "is_oserror": isinstance(error, OSError)}
 
@@ -119,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
         again = weights and hub.requests.count(before) > 1
         if name in ("hangs_in_file", "dropped") and again and not hub.working:
             return self.send(500)  # the client tries to go on where it was
+        if file and HALVES.get(name) == file and not hub.working:
+            return self.send(403)  # 500 would do the same, after half a minute of the client's retries
         if name == "hangs" or (name.startswith("hangs_in_file") and weights):
             if file:
                 self.send(200, b"12345", length=99999, ETag='"x"', X_Repo_Commit=COMMIT)
@@ -127,6 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         files = {name: data for name, data in hub.files.items() if name != "model.safetensors" or repo != "some/pickle"}
+        files |= SMALL if name in HALVES else {}
         if kind == "tree":
             listed = [
                 {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
@@ -136,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         if not file:
             content = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]}
             return self.send(200, json.dumps(content).encode(), Content_Type="application/json")
-        data = hub.files[file]
+        data = files[file]
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X_Repo_Commit": COMMIT}
         if name == "dropped" and weights and not hub.working:
             self.send(200, data[: len(data) // 2], length=len(data), **headers)
@@ -189,7 +196,7 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("hömë with spaces")
 
 
-ANONYMOUS = "good missing gated forbidden broken hangs hangs_in_file dropped pickle".split()
+ANONYMOUS = ["good", "missing", "gated", "forbidden", "broken", "hangs", "hangs_in_file", "dropped", "pickle", *HALVES]
 
 
 @pytest.fixture(scope="module")
@@ -200,16 +207,26 @@ def anonymous(hub, home):
 
 
 def test_a_download_and_then_the_cache(hub, home, anonymous):
-    """C04: a token that is refused costs no public model, nor one that is in the cache, and is not shown."""
+    """C04, F25: a rejected token is not needed for a public or cached model; an interrupted download is completed."""
     assert_loaded(anonymous["some/good"])
     asked = len(hub.requests)
     hub.working = True
     # With the token that the hub refuses, and a model that needs none because it is there; and the second try of what
     # was interrupted.
-    names = ["some/good", "some/public", "some/missing_with_token", "some/dropped"]
+    names = [
+        "some/good",
+        "some/public",
+        "some/missing_with_token",
+        "some/dropped",
+        "some/half_config",
+        "some/half_tokens",
+    ]
     results, warned = load_all(environment(hub, home, HF_TOKEN=TOKEN + "\n"), *names)
     for name in ("some/good", "some/public", "some/dropped"):
         assert_loaded(results[name])
+    for name in ("some/half_config", "some/half_tokens"):
+        assert_loaded(results[name])
+        assert (results[name]["eos"], results[name]["ids"]) == ([256, 66], [0, 300])
     assert not any(repo == "some/good" for _, repo, *_ in hub.requests[asked:])
     assert any(token for _, repo, _, token in hub.requests if repo == "some/public")
     (warning,) = warned
@@ -238,6 +255,8 @@ def test_a_download_where_there_are_no_symbolic_links(hub, tmp_path):
         ("hangs", ["timed out", "again"]),
         ("hangs_in_file", ["500", "again"]),
         ("dropped", ["500", "again"]),
+        ("half_config", ["again"]),
+        ("half_tokens", ["again"]),
         ("pickle", [r"model\.safetensors", "convert"]),
     ],
 )

@@ -21,11 +21,12 @@ import pytest
 import minigen
 from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
 from minigen.command import main as cli
-from minigen.engine.decode import Stopwatch, prefill
+from minigen.engine.decode import PrefixCache, Run
 from minigen.files import prompt_cache
+from minigen.options import DecodingConfig, SamplingConfig
 from tests.golden.make_logits import stored_params
 from tests.oracles.reference import layer_norm, reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 257
@@ -160,16 +161,15 @@ def options_of(name, tok, draft):
 def test_warm_equals_cold(tok, file, monkeypatch, decoder, prompt, common):
     t, options = tiny(), options_of(decoder, tok, tiny(1, n_layer=1))
     speculates = bool({"prompt_lookup_num_tokens", "draft_model"} & set(options))
-    # Speculation runs the prompt's last token together with the first drafts, and so keeps all but that one.
-    kept = FIRST[:-1] if speculates else FIRST
+    # The last token is run in any case, for its logits; by speculation together with the first drafts.
     n_run = len(prompt) - speculates
-    reused = max(min(common, len(kept), n_run) - 1, 0)
+    reused = min(common, len(prompt) - 1)
 
     cold_first, cold = (generate(t.model, tok, [ids], **options) for ids in (FIRST, prompt))
     tokens = watch(monkeypatch, t.model)
     assert outcome(generate(t.model, tok, [FIRST], cache=file, **options)) == outcome(cold_first)
-    assert tokens[0] == len(kept)
-    assert ids_in(file) == kept
+    assert tokens[0] == len(FIRST) - speculates
+    assert ids_in(file) == FIRST
     assert {done.timings.reused_tokens for done in cold_first + cold} == {0}
 
     before = file.read_bytes()
@@ -177,12 +177,12 @@ def test_warm_equals_cold(tok, file, monkeypatch, decoder, prompt, common):
     warm = generate(t.model, tok, [prompt], cache=file, **options)
     assert outcome(warm) == outcome(cold)
     assert {(done.timings.prompt_tokens, done.timings.reused_tokens) for done in warm} == {(len(prompt), reused)}
-    if n_run:
-        assert tokens[0] == n_run - reused >= 1
-    if kept[:n_run] == prompt[:n_run]:
+    if n_run > reused:
+        assert tokens[0] == n_run - reused
+    if FIRST[: len(prompt)] == prompt:
         assert file.read_bytes() == before  # a longer prompt is not given up for its beginning
     else:
-        assert ids_in(file) == prompt[:n_run]
+        assert ids_in(file) == prompt
     assert os.listdir(file.parent) == [file.name]
 
 
@@ -200,13 +200,20 @@ def test_one_file_serves_all_decoders_in_any_order(tok, file):
         cold = generate(t.model, tok, [prompt], **options)
         warm = generate(t.model, tok, [prompt], cache=file, **options)
         assert outcome(warm) == outcome(cold), (step, name)
-        run = prompt[: len(prompt) - ("draft_model" in options or "prompt_lookup_num_tokens" in options)]
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, run, strict=False)))
-        assert warm[0].timings.reused_tokens == max(common - 1, 0)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, prompt, strict=False)))
+        assert warm[0].timings.reused_tokens == min(common, len(prompt) - 1)
         reused += warm[0].timings.reused_tokens
-        known = known if known[: len(run)] == run else run
+        known = known if known[: len(prompt)] == prompt else prompt
         assert not file.exists() or ids_in(file) == known
     assert reused > 300
+
+
+def prefill(model, ids, file):
+    """Run a prompt with the file as its cache; the `Run`, and the logits after the prompt, [1, V]."""
+    run = Run(model, SamplingConfig(), DecodingConfig(max_tokens=10))
+    tokens = (run.feed([ids])[0] for _ in range(1))
+    (logits,) = prompt_cache.reuse_prompt(file, run, ids, tokens)
+    return run, logits
 
 
 @pytest.mark.parametrize(
@@ -224,10 +231,10 @@ def test_logits_after_a_restore_are_the_references(file, overrides):
     exact = {name: p.astype(float) for name, p in t.params.items()}
     for common in (0, 1, 2, 15, 29, 30):
         file.unlink(missing_ok=True)
-        prefill(t.model, t.model.new_cache(), [[*ids[:common], *other[common:]]], Stopwatch(), file)
-        cache, stopwatch = t.model.new_cache(capacity=40), Stopwatch()
-        logits = prefill(t.model, cache, [ids], stopwatch, file)
-        assert stopwatch.reused_tokens == max(common - 1, 0)
+        prefill(t.model, [*ids[:common], *other[common:]], file)
+        run, logits = prefill(t.model, ids, file)
+        cache = run.cache.kv
+        assert run.clock.reused_tokens == min(common, 29)
         assert cache.length.tolist() == [30]
         expected = reference_logits(t.config, exact, ids + other[:10])[29:]
         later = t.model.forward([other[:4]], cache, last_only=False)[0]
@@ -241,10 +248,9 @@ def test_logits_of_the_bundled_model_after_a_restore(file):
     model, tokenizer = minigen.load("fairytale")
     first = tokenizer.encode("Once upon a time there was a king who had three sons, and the youngest was called Tom. ")
     second = first[:-3] + tokenizer.encode("called Jack. One day he went into the forest and met an old fox")
-    for ids, reused in ((first, 0), (second, len(first) - 4), (second, len(second) - 1), (first, len(first) - 4)):
-        stopwatch = Stopwatch()
-        logits = prefill(model, model.new_cache(), [ids], stopwatch, file)
-        assert stopwatch.reused_tokens == reused
+    for ids, reused in ((first, 0), (second, len(first) - 3), (second, len(second) - 1), (first, len(first) - 3)):
+        run, logits = prefill(model, ids, file)
+        assert run.clock.reused_tokens == reused
         assert np.abs(logits[0] - reference_logits(config, exact, ids)[-1]).max() < 1e-4
 
 
@@ -264,7 +270,7 @@ def test_the_file_holds_the_prompts_keys_and_values_and_nothing_else(tok, file, 
     assert set(tensors) == {"ids"} | {f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(L)}
     assert (tensors["ids"].dtype, tensors["ids"].tolist()) == (np.int64, ids)
     assert all(tensor.shape == (H, D, 13) for name, tensor in tensors.items() if name != "ids")
-    assert set(header["__metadata__"]) == {"format", "version", "model", "embeddings", "crc32"}
+    assert set(header["__metadata__"]) == {"format", "version", "model", "crc32"}
     # Those of the first layer, from the formula.
     p = {name: value.astype(float) for name, value in t.params.items()}
     x = layer_norm(p["wte.weight"][ids] + p["wpe.weight"][:13], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"], 1e-5)
@@ -429,7 +435,7 @@ def test_rounding_is_no_other_model(file):
         t = tiny(seed, n_embd=32, n_head=4, n_positions=40)
         ids = random_ids(40, seed)
         for n in sorted(rng.integers(1, 41, size=6).tolist()):
-            prefill(t.model, t.model.new_cache(), [ids[:n]], Stopwatch(), file)
+            prefill(t.model, ids[:n], file)
         assert ids_in(file) == ids[:n]
         file.unlink()
 
@@ -443,7 +449,7 @@ def test_a_truncated_file_is_refused(tok, file):
     for n in [*range(0, len(whole), 11), len(whole) - 1]:
         file.write_bytes(whole[:n])
         with pytest.raises(ValueError, match="damaged or not a safetensors file"):
-            prompt_cache.restore(file, t.model, t.model.new_cache(), [1, 2, 3])
+            prompt_cache._restore(file, PrefixCache(t.model), [1, 2, 3], prompt_cache.fingerprint(t.model))
     assert_refused(t, tok, file, [1, 2, 3], "damaged")
     file.write_bytes(whole + b"\0")
     assert_refused(t, tok, file, [1, 2, 3], "damaged")
@@ -455,8 +461,8 @@ def test_a_file_with_one_other_byte_is_refused(tok, file):
     rng = np.random.default_rng(0)
     for at in [*range(len(whole) - 250), *range(len(whole) - 250, len(whole), 7)]:  # the header, and some numbers
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match="delete it or name another file"):
-            prompt_cache.restore(file, t.model, t.model.new_cache(), [1, 2, 3])
+        with pytest.raises(ValueError, match="name another file"):
+            prompt_cache._restore(file, PrefixCache(t.model), [1, 2, 3], prompt_cache.fingerprint(t.model))
 
 
 @pytest.mark.parametrize("content", [b"", b"Once upon a time", bytes(8), bytes(5000), b"\x02" + bytes(7) + b"{}"])
@@ -471,14 +477,14 @@ import minigen
 from minigen.files import prompt_cache
 
 model, tokenizer = minigen.load(sys.argv[1])
-fingerprint = prompt_cache.fingerprint
+common_prefix_length = prompt_cache.common_prefix_length
 
-def rewritten_meanwhile(model):
+def rewritten_meanwhile(a, b):
     os.truncate(sys.argv[2], 0)
-    return fingerprint(model)
+    return common_prefix_length(a, b)
 
 minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
-prompt_cache.fingerprint = rewritten_meanwhile
+prompt_cache.common_prefix_length = rewritten_meanwhile
 (done,) = minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
 print(done.timings.reused_tokens)
 """
@@ -508,9 +514,9 @@ def test_weights_that_are_not_numbers_are_blamed_themselves_every_time(tok, file
 def test_a_checkpoint_is_no_prompt(tok, tmp_path):
     t = tiny()
     folder = write_checkpoint(tmp_path / "model", t.config, t.params)
-    assert_refused(t, tok, folder / "model.safetensors", FIRST, "holds no prompt")
+    assert_refused(t, tok, folder / "model.safetensors", FIRST, "not a prompt cache")
     write_safetensors(tmp_path / "ids", {"ids": ("I64", (1,), bytes(8))})
-    assert_refused(t, tok, tmp_path / "ids", FIRST, "holds no prompt")
+    assert_refused(t, tok, tmp_path / "ids", FIRST, "not a prompt cache")
 
 
 def rewritten(t, tok, file, change):
@@ -528,13 +534,12 @@ def swap(header):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda header: header["__metadata__"].update(version="1"), "version 1"),
+        (lambda header: header["__metadata__"].update(version="2"), "version 2"),
         (lambda header: header["__metadata__"].pop("version"), "version None"),
-        (lambda header: header["__metadata__"].update(format="pt"), "holds no prompt"),
-        (lambda header: header.pop("__metadata__"), "holds no prompt"),
+        (lambda header: header["__metadata__"].update(format="pt"), "not a prompt cache"),
+        (lambda header: header.pop("__metadata__"), "not a prompt cache"),
         (lambda header: header["__metadata__"].update(model="0" * 64), "another model"),
         (lambda header: header["__metadata__"].pop("model"), "another model"),
-        (lambda header: header["__metadata__"].pop("embeddings"), "other weights"),
         (lambda header: header["__metadata__"].update(crc32="00000000"), "checksum"),
         (lambda header: header["__metadata__"].pop("crc32"), "checksum"),
         (swap, "checksum"),
@@ -795,7 +800,7 @@ def test_command_line(command, tmp_path):
             assert err.splitlines()[1].startswith(closing)
     code, out, _ = command("once upon a hill", *options, "--prompt-cache", file, "--json")
     timings = json.loads(out)["timings"]
-    assert (timings["prompt_tokens"], timings["reused_tokens"]) == (16, 11)
+    assert (timings["prompt_tokens"], timings["reused_tokens"]) == (16, 12)
     assert timings["prompt_seconds"] > 0
     code, out, _ = command("once upon a hill", *options, "--json")
     assert json.loads(out)["timings"]["reused_tokens"] == 0
@@ -832,6 +837,5 @@ def test_command_line_refuses_files(command, tmp_path):
 
 
 def test_help_names_the_option(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
+    assert cli.main(["--help"]) == 0
     assert "--prompt-cache FILE" in capsys.readouterr().out

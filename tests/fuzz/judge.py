@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiny import DEFAULTS, parameter_shapes
+from tests.oracles.tiny import DEFAULTS, parameter_shapes
 
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1, "U16": 2}
 

@@ -22,12 +22,13 @@ import numpy as np
 import minigen
 from minigen import GPT2, Tokenizer
 from minigen.command import main as cli
+from minigen.command.arguments import build_parser
 from minigen.files.checkpoint import load_config, load_weights
 from tests.fuzz.judge import Wrong, parameters
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
 from tests.oracles.reference import reference_logits
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 from tests.text.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches
 MAX_SENTENCE = 1000  # characters of an error that are still one sentence
@@ -455,7 +456,7 @@ class CommandLine(Run):
 
     def __init__(self, folder):
         super().__init__(folder)
-        self.options = [action for action in cli.build_parser()._actions if action.option_strings]
+        self.options = [action for action in build_parser()._actions if action.option_strings]
 
     def value(self, action, rng):
         if action.dest in ("file", "prompts_file", "prompt_cache", "model", "draft_model"):

@@ -8,6 +8,9 @@ files only. tokenizer.npz then holds
 - `fairytale_ids`, `fairytale_lengths` [2000]: the same with the bundled vocabulary, for every fifth string;
 - `long_names`, `long_lengths`, `long_sha256` uint8 [n, 32]: for the very long strings only the number of ids and the
   SHA-256 of the ids as little-endian uint16, with GPT-2's vocabulary.
+
+and tokenizer_folders.npz the ids that the tokenizers library gives to the texts of tokenizer_folders.py in each folder
+that is not refused: `digest` of the folders, `ids` and `lengths`, folder by folder and text by text.
 """
 
 import hashlib
@@ -16,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.golden import nasty_strings
+from tests.golden import nasty_strings, tokenizer_folders
+from tests.golden.tokenizer_folders import digest, library_ids
 
 HERE = Path(__file__).parent
 GPT2 = HERE.parent / "data" / "gpt2-bpe"
@@ -44,8 +48,18 @@ def _ids(tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.array(ids, dtype="<u2") for ids in encoded]
 
 
+def write_folders(out_folder) -> Path:
+    """Write tokenizer_folders.npz into `out_folder` and return its path."""
+    ids = [row for folder in tokenizer_folders.folders() if not folder.refused for row in library_ids(folder)]
+    path = Path(out_folder) / "tokenizer_folders.npz"
+    lengths = np.array([len(row) for row in ids], "<u2")
+    np.savez_compressed(path, digest=np.array(digest()), ids=np.concatenate(ids).astype("<u2"), lengths=lengths)
+    return path
+
+
 def main(out_folder) -> Path:
-    """Write tokenizer.npz into `out_folder` and return its path."""
+    """Write both files into `out_folder` and return the path of tokenizer.npz."""
+    write_folders(out_folder)
     texts = nasty_strings.strings()
     gpt2 = _tokenizer(GPT2)
     long = nasty_strings.long_strings()

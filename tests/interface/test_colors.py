@@ -14,7 +14,7 @@ import pytest
 import minigen
 from minigen.command.colors import TokenColorizer, has_colours
 from minigen.command.main import main
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SGR = re.compile(r"\x1b\[([\d;]*)m")
@@ -70,12 +70,12 @@ def test_each_character_has_the_style_of_the_tokens_that_make_it(tiny_folder, st
     script = tokenizer.encode(text)
     # Of different sizes, so that every style comes about.
     sizes = iter(np.random.default_rng(1).choice([0.0, -0.1, -0.9, -3.0, -6.0], len(script)))
-    painter, output, logprobs = TokenColorizer(tokenizer), "", []
+    colorizer, output, logprobs = TokenColorizer(tokenizer), "", []
     for step in minigen.stream(model, tokenizer, "x", logits_processors=(forced(script),), **options):
         logprobs.append(float(next(sizes)))
-        painted = painter.paint(_with_logprob(step, logprobs[-1]))
-        assert SGR.sub("", painted) == step.text  # nothing earlier or later than the decoder shows it
-        output += painted
+        rendered = colorizer.render(_with_logprob(step, logprobs[-1]))
+        assert SGR.sub("", rendered) == step.text  # nothing earlier or later than the decoder shows it
+        output += rendered
     characters = styled_characters(output)
     expected_text = min((text.split(s)[0] for s in stop if s in text), key=len, default=text)
     assert "".join(character for character, _ in characters) == expected_text
@@ -98,14 +98,14 @@ def test_half_characters_at_the_end_and_rows_without_a_token(tiny_folder):
     half = tokenizer.encode("ab你")[:-1]
     eos = model.config.eos_ids[0]
     for script, reason in ((half, "length"), ([*half, eos], "eos")):
-        painter = TokenColorizer(tokenizer)
+        colorizer = TokenColorizer(tokenizer)
         options = {"max_tokens": len(script), "logprobs": 0, "logits_processors": (forced(script),)}
         steps = list(minigen.stream(model, tokenizer, "x", **options))
-        output = "".join(painter.paint(step) for step in steps)
+        output = "".join(colorizer.render(step) for step in steps)
         assert steps[-1].finish_reason == reason
         assert SGR.sub("", output) == "ab\ufffd" == "".join(step.text for step in steps)
     (step,) = minigen.stream(model, tokenizer, "x", max_tokens=0, logprobs=0)
-    assert TokenColorizer(tokenizer).paint(step) == ""
+    assert TokenColorizer(tokenizer).render(step) == ""
 
 
 # ---- the command line --------------------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ def test_the_text_is_that_of_a_plain_run(cli, more):
 def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny_folder):
     options = {"stop": "aa", "max_tokens": 30, "seed": 3, "logit_bias": {64: 4}, "logprobs": 0}
     model, tokenizer = minigen.load(tiny_folder)
-    painters, rows = [TokenColorizer(tokenizer), TokenColorizer(tokenizer)], ["one", "two"]
+    colorizers, rows = [TokenColorizer(tokenizer), TokenColorizer(tokenizer)], ["one", "two"]
     for step in minigen.stream(model, tokenizer, ["one", "two"], **options):
-        rows[step.row] += painters[step.row].paint(step)
+        rows[step.row] += colorizers[step.row].render(step)
         assert step.finish_reason in (None, "stop")
     args = ["one", "two", "--stop", "aa", "-n", "30", "-s", "3", "--logit-bias", "64+4", "-q", "--show-probs"]
     assert cli(*args, terminal=True)[1] == "\n\n".join(rows) + "\n"

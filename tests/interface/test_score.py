@@ -13,7 +13,8 @@ import pytest
 import minigen
 from minigen.command.main import main
 from tests.golden.make_score import STRIDES, TALES, TINY, TINY_SEED, TINY_STD
-from tests.oracles.models import StandIn, gpt2, tiny_model
+from tests.oracles.lookup import LookupModel
+from tests.oracles.models import gpt2, tiny_model
 from tests.oracles.reference import log_softmax, reference_logits
 from tests.oracles.tiny import random_params, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
@@ -71,7 +72,7 @@ def test_each_token_is_scored_by_the_first_window_that_reaches_it(stride, golden
     assert score.perplexity == pytest.approx(math.exp(-sum(scored) / len(scored)), rel=1e-4)
 
 
-class Counting(StandIn):
+class Counting(LookupModel):
     """A model in which the log-probability of token 0 is minus the number of tokens seen before it."""
 
     most_logits = 0
@@ -216,6 +217,14 @@ def test_a_file_and_stdin(cli, byte_folder, tmp_path):
     assert tokens[1]["text"] == "h"
 
 
+def test_json_has_no_infinity(cli, monkeypatch):
+    """F16: a perplexity that a float cannot hold."""
+    monkeypatch.setattr("minigen.scoring.Score.perplexity", math.inf)
+    code, out, _ = cli("--score", "-", "--json", "-q", stdin=b"a text")
+    assert code == 0
+    assert json.loads(out, parse_constant=pytest.fail)["perplexity"] is None
+
+
 def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
     assert "2 of 3 tokens" in cli("--score", "-", stdin=b"<|endoftext|>ab")[1]
 
@@ -232,7 +241,7 @@ def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
         (["--prompt-cache", "c"], ["--prompt-cache", "--score"]),
         (["--no-echo"], ["--no-echo", "--score"]),
         (["--show-probs"], ["--show-probs", "--score"]),
-        (["-f", "other"], ["file", "other", "--score"]),
+        (["-f", "other"], ["-f", "other", "--score"]),
         (["--logprobs", "3"], ["logprobs is 3", "--score"]),
         (["--stride", "0"], ["stride is 0", "16"]),
         (["--stride", "17"], ["stride is 17", "16"]),

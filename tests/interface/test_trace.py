@@ -12,16 +12,18 @@ import re
 import sys
 import zlib
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 import minigen
-from minigen import GPT2, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
+from minigen import GPT2, DecodingConfig, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
 from minigen.command import main as cli
-from minigen.tracing.recorder import Recorder, stages, stream_with_trace
+from minigen.tracing.page import stream_with_trace
+from minigen.tracing.recorder import TOP, Recorder, stages
 from tests.oracles.reference import layer_norm, reference_logits
-from tests.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 VOCAB = 257
 PROMPT = "abcabcab"
@@ -352,6 +354,15 @@ def test_greedy_draws_nothing(runs):
     assert runs("greedy").data["stages"] == ["model", "temperature 0"]
 
 
+def test_of_equal_candidates_those_with_the_lowest_ids_are_listed():
+    config = tiny_config(vocab_size=VOCAB, n_layer=1)
+    params = {name: np.zeros_like(value) for name, value in tiny_params(config).items()}
+    recorder = Recorder(GPT2(GPT2Config.from_dict(config), params))
+    recorder.config = DecodingConfig()
+    (choice,) = recorder.prompt_choices([5, 200])
+    assert [token for token, *_ in choice["candidates"]] == [*range(TOP), 200]
+
+
 # ---- the ring ----------------------------------------------------------------------------------------------------
 
 
@@ -438,14 +449,15 @@ def test_the_tree_leads_to_the_scores_of_the_search(runs, mode):
 @pytest.mark.parametrize("mode", ["beams", "beams with penalties"])
 def test_a_beams_candidates_are_those_of_its_own_text(runs, mode):
     data = runs(mode).data
-    assert data["stages"] == ["model", "repetition_penalty 1.3"][: 1 + (mode != "beams")]
+    assert data["stages"] == ["model", "log p", "repetition_penalty 1.3"][: 2 + (mode != "beams")]
     for choice in data["choices"]:
         ids = data["rows"][choice["row"]]["ids"][: choice["at"]]
         p = softmax(reference_logits(tiny().config, tiny().params, ids)[-1])
         for token, _, values in choice["candidates"]:
-            # The penalty multiplies a logarithm, which is negative.
-            expected = [p[token], p[token] ** 1.3 if token in ids else p[token]][: len(values)]
-            assert values == pytest.approx(expected, rel=3e-3)
+            log_p = math.log(p[token])
+            # The penalty multiplies the logarithm, which is negative.
+            expected = [p[token], log_p, log_p * (1.3 if token in ids else 1)][: len(values)]
+            assert values == pytest.approx(expected, rel=3e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", BEAMS)
@@ -474,6 +486,18 @@ def test_every_beam_has_one_fate(runs, mode):
     assert [entry["out"] for entry, _ in beaten] == [number for _, number in beaten]
     assert sum("out" in entry for entry in entries) == len(beaten)
     assert beaten or mode != "beams that end"
+
+
+def test_a_large_bias_is_a_finite_number_on_the_page(tok, file):
+    minigen.trace(tiny().model, tok, PROMPT, file, num_beams=2, logit_bias={65: 800.0, 66: -math.inf}, max_tokens=3)
+    data = data_of(file)  # JSON has no infinity, and render_page allows none
+    assert data["stages"][-1] == "logit_bias"
+    for choice in data["choices"]:
+        found = {token: values for token, _, values in choice["candidates"]}
+        model, log_p, biased = found[65]
+        assert log_p == pytest.approx(math.log(model), abs=1e-3) and biased == pytest.approx(log_p + 800, abs=0.01)
+        assert all(token != 66 or values[-1] is None for token, values in found.items())
+        assert choice["left"] == [VOCAB, VOCAB, VOCAB - 1]
 
 
 # ---- speculation -------------------------------------------------------------------------------------------------
@@ -564,11 +588,13 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     size = "3 layers of 2 heads, vocabulary 257"
     head, *options = [f"model: {folder}, {size}", f"minigen {minigen.__version__}"], "--seed 5", "--max-tokens 9"
     options += ["--stop 'a b'", "--ignore-eos", "--no-cache", "--logit-bias 5-inf"]
+    options += ["--temperature 0.7 (default)", "--top-p 0.9 (default)"]
     assert sorted(data_of(file)["about"]) == sorted([*head, *options])
     # From Python the model has no name.
     options = {"max_tokens": 2, "seed": 1, "logits_processors": [lambda history, logits: logits], "use_cache": True}
     minigen.trace(tiny().model, tok, PROMPT, file, draft_model=(draft_model().model, tok), **options)
-    options = ["--max-tokens 2", "--seed 1", "logits_processors"]
+    options = ["--max-tokens 2", "--num-draft-tokens 4 (default)", "--seed 1", "--temperature 0.7 (default)"]
+    options += ["--top-p 0.9 (default)", "logits_processors"]
     found = data_of(file)["about"]
     assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
     list(
@@ -605,13 +631,13 @@ def test_a_long_run_is_recorded_up_to_a_bound_and_says_so(tok, file, monkeypatch
     done = minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
     assert done[0].token_ids == generate(tiny().model, tok, PROMPT, max_tokens=20, seed=5)[0].token_ids
-    assert (data["asked"], data["most_choices"], len(data["choices"])) == (20, 7, 7)
+    assert (data["n_choices"], data["max_choices"], len(data["choices"])) == (20, 7, 7)
     assert (len(data["rows"][0]["ids"]), data["rows"][0]["n_generated"]) == (8 + 7, 20)
     assert len(data["steps"]) == 8  # the pass that the eighth choice would have followed from
     # Of beams each counts: one at the first step, three at every other.
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, num_beams=3, ignore_eos=True)
     data = data_of(file)
-    assert (data["asked"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
+    assert (data["n_choices"], len(data["beams"]), len(data["choices"])) == (1 + 3 * 19, 3, 3)
     monkeypatch.setattr(MODULE, "MAX_ATTENTION_WEIGHTS", 200)
     minigen.trace(tiny().model, tok, PROMPT, file, max_tokens=20, seed=5)
     data = data_of(file)
@@ -682,7 +708,33 @@ def test_the_command_line_prints_the_same_text_and_writes_the_page(folder, file,
     plain = capsys.readouterr().out
     assert cli.main([*arguments, "--trace", str(file)]) == 0
     assert capsys.readouterr().out == plain
-    assert data_of(file)["rows"][0]["n_generated"] == 9 and data_of(file)["seed"] == 5
+    assert data_of(file)["rows"][0]["n_generated"] == 9
+
+
+def test_the_command_line_says_what_it_wrote(folder, file, capsys):
+    cli.main(["-m", folder, PROMPT, "-n", "3", "--trace", str(file)])
+    kilobytes = round(len(file.read_bytes()) / 1000)
+    line = f"wrote the trace {file} ({kilobytes} kB): open {file.as_uri()} in a browser"
+    assert line in capsys.readouterr().err.splitlines()
+    cli.main(["-m", folder, PROMPT, "-n", "3", "-q", "--trace", str(file)])
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_file_the_page_is_an_object_that_a_notebook_displays(tok, file):
+    options = {"max_tokens": 4, "seed": 1, "stop": [NASTY]}
+    shown = minigen.trace(tiny().model, tok, PROMPT, **options)
+    plain = generate(tiny().model, tok, PROMPT, **options)
+    assert [done.text for done in shown.completions] == [done.text for done in shown] == [done.text for done in plain]
+    frame = ElementTree.fromstring(shown._repr_html_())
+    assert (frame.tag, frame.get("sandbox"), len(frame)) == ("iframe", "allow-scripts", 0)
+    shown.save(file)
+    assert frame.get("srcdoc").split() == file.read_text(encoding="utf-8").split()
+    with pytest.raises(OSError, match=r"cannot write the trace .*: it is not an ordinary file"):
+        shown.save(file.parent)
+    nothing = minigen.trace(tiny().model, tok, [])
+    assert nothing == [] and nothing._repr_html_() is None
+    with pytest.raises(ValueError, match="there is no page: the run had no prompts"):
+        nothing.save(file)
 
 
 def test_the_command_line_refuses_in_a_sentence(folder, tmp_path, capsys):

@@ -1,173 +1,177 @@
-"""Every benchmark runs; what it measures is for its reader to see."""
+"""Every benchmark runs and prints its tables; what it measures is for its reader to see."""
 
-import argparse
+import importlib
 import json
-import re
+import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import minigen
 from benchmarks import all as all_benchmarks
-from benchmarks import harness, speculative
+from benchmarks import decode, harness, peers, speculative
 
 
-@pytest.fixture(scope="module")
-def quick_run(tmp_path_factory):
-    """(folder of figures, script -> its output) of one run of everything."""
-    folder = tmp_path_factory.mktemp("figures")
-    command = [sys.executable, "-m", "benchmarks.all", "--quick", "--json", folder]
-    run = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stderr) == (0, "")
-    _, *parts = re.split(r"^== (\w+)\n", run.stdout, flags=re.MULTILINE)
-    return folder, dict(zip(parts[::2], parts[1::2], strict=True))
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch):
+    """What `peers` sets for its processes ends with the test, and other engines, whose start is slow, are left out."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(peers, "ENGINES", {"minigen": peers.Minigen})
 
 
 @pytest.mark.parametrize("script", all_benchmarks.SCRIPTS)
-def test_a_quick_run_prints_a_table_and_writes_its_figures(script, quick_run):
-    folder, outputs = quick_run
-    figures = json.loads((folder / f"{script}.json").read_text())
-    assert figures["rows"] and figures["machine"]["numpy"] in outputs[script]
-    for row in figures["rows"]:
-        assert all(str(value) in outputs[script] or isinstance(value, float) for value in row.values())
-        assert all(value > 0 for name, value in row.items() if name.startswith("ms "))
+def test_a_quick_run_prints_its_tables_and_saves_them(script, tmp_path, capsys):
+    importlib.import_module(f"benchmarks.{script}").main(["--quick", "--json", str(tmp_path / "figures.json")])
+    out, err = capsys.readouterr()
+    figures = json.loads((tmp_path / "figures.json").read_text(), parse_constant=pytest.fail)  # no NaN, no Infinity
+    assert figures["tables"] and err == ""
+    for table in figures["tables"]:
+        printed = out.partition(f"\n{table['title']}\n")[2].partition("-> ")
+        lines = printed[0].splitlines()
+        assert printed[2].splitlines()[0] == table["shows"]
+        assert lines[0].split() == " ".join(table["rows"][0]).split() and len(lines) == 1 + len(table["rows"])
+        for row, line in zip(table["rows"], lines[1:], strict=True):
+            assert line.strip().startswith(row["case"])
+            assert 0 < row["min"] <= row["ms"] <= row["max"]
 
 
-def test_a_benchmark_that_fails_does_not_stop_the_others_but_counts(monkeypatch, capfd):
-    monkeypatch.setattr(all_benchmarks, "SCRIPTS", ["no_such", "nor_this"])
-    assert all_benchmarks.main(["--quick"]) == 1
-    assert "failed: no_such, nor_this" in capfd.readouterr().err
+def test_the_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import kv_cache
+
+    rows = [{"case": f"tg1 @ d{depth}", "min": 1.0, "naive min": float(depth)} for depth in (16, 64, 128)]
+    kv_cache.draw(rows, tmp_path / "plot.png", "title")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_random_weights_of_a_shape_make_a_model():
-    config = minigen.GPT2Config(
-        vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    parameters = dict(harness.random_parameters(config))
-    assert {name: array.shape for name, array in parameters.items()} == config.parameter_shapes()
-    assert all(array.dtype == np.float32 for array in parameters.values())
-    assert parameters["wte.weight"].std() == pytest.approx(0.02, rel=0.05)
-    assert (parameters["h.1.ln_2.weight"] == 1).all() and not parameters["ln_f.bias"].any()
-    logits = minigen.GPT2(config, parameters).forward([[1, 2, 3]])
-    assert logits.shape == (1, 300) and np.isfinite(logits).all()
+def test_calls_are_timed_in_turn_without_the_warm_up():
+    seconds = iter([9.0, 1.0, 3.0, 2.0])
+    calls = []
+    cases = {"itself": lambda: next(seconds), "both": lambda: (0.5, 0.25), "outside": lambda: calls.append(1)}
+    timings = harness.measure(cases, repetitions=3, warm_up=1)
+    assert timings["itself"] == (2000, 1000, 3000, None)
+    assert timings["both"] == (500, 500, 500, 250)
+    assert len(calls) == 4 and 0 < timings["outside"].min <= timings["outside"].median < 250
 
 
-@pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    arguments = harness.parser("", repetitions=1).parse_args(["--quick"])
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        report = harness.Report("benchmark", arguments, {"quick": 1})
+        report.table("table", {"a case": lambda: 1.0}, lambda timings: "shown", lambda *_: {})
+        assert ("1 of 2: a case, about" in capsys.readouterr().err) == terminal
+
+
+@pytest.mark.parametrize("name", harness.SHAPES)
 def test_shapes_have_the_sizes_they_are_known_by(name):
     millions = {"distilgpt2": 82, "gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558}
     shapes = minigen.GPT2Config(**harness.SHAPES[name]).parameter_shapes()
     assert round(sum(map(np.prod, shapes.values())) / 1e6) == millions[name]
 
 
-def test_a_case_may_time_itself():
-    timings = harness.measure({"own": lambda: 0.25, "outside": lambda: None}, repetitions=3, warm_up=0)
-    assert timings["own"] == (250, 250, 250)
-    assert 0 < timings["outside"].min <= timings["outside"].median < 250
+def test_work_is_counted_as_it_is_for_gpt2():
+    config = minigen.GPT2Config()
+    assert decode.step_bytes(config) == 4 * (124_439_808 - 1024 * 768)  # all parameters but the positions'
+    # 12 layers, in each 12 * 768 ** 2 weights, and 768 products for q @ k and 768 for weights @ v, of 3 pairs
+    assert decode.prompt_flops(config, 2) == 2 * 12 * (12 * 768**2 * 2 + 2 * 768 * 3)
 
 
-def test_a_report_of_rows_with_other_keys_is_several_tables_in_one_file(tmp_path, capsys):
-    rows = [{"case": "a", "ms": 1.5}, {"case": "b", "ms": 2.0}, {"case": "c", "MB": 3}]
-    harness.report("title", rows, argparse.Namespace(json=tmp_path / "figures.json"))
-    tables = capsys.readouterr().out.partition("minigen ")[2].partition("\n")[2]
-    assert tables == "case     ms\n   a  1.500\n   b  2.000\n\ncase  MB\n   c   3\n"
-    assert json.loads((tmp_path / "figures.json").read_text())["rows"] == rows
+def test_random_weights_make_a_model(tmp_path, monkeypatch):
+    tiny = {"vocab_size": 50257, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    monkeypatch.setitem(harness.SHAPES, "tiny", tiny)
+    model, tokenizer = harness.load_model("tiny")
+    (tmp_path / "checkpoint").mkdir()
+    loaded, _ = minigen.load(harness.checkpoint_of("tiny", tmp_path / "checkpoint"))
+    ids = [tokenizer.encode("Once upon a time")]
+    logits = model.forward(ids)
+    assert logits.shape == (1, 50257) and np.isfinite(logits).all() and logits.std() > 0
+    np.testing.assert_allclose(loaded.forward(ids), logits, rtol=0, atol=1e-6)
 
 
-def test_the_memory_has_a_speed():
-    assert 0 < harness.gemv_rate(megabytes=4, repetitions=2) < 100_000
+def count_passes(right, k):
+    """The passes of the target for a text whose tokens a draft of length k has right or not."""
+    place = passes = 0
+    while place < len(right):
+        drafted = right[place : place + k]
+        place += [*drafted, False].index(False) + 1
+        passes += 1
+    return passes
+
+
+@pytest.mark.parametrize("acceptance", [0, 0.5, 1])
+def test_a_draft_is_accepted_as_often_as_ordered(acceptance):
+    target, draft = speculative.Scripted("fairytale"), speculative.Scripted("distilfairytale")
+    text = speculative.fresh_ids(target.config, speculative.PROMPT + 12)
+    draft.script = speculative.draft_script(text, acceptance)
+    right = [a == b for a, b in zip(draft.script, text, strict=True)][speculative.PROMPT :]
+    assert sum(right) == 12 * acceptance
+    (done,) = speculative.follow(target, text, draft_model=(draft, draft.tokenizer), num_draft_tokens=3)
+    assert done.speculation.target_passes == count_passes(right, 3)
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--plot", "figure.txt"], "ends neither in .png nor in .svg"),
         (["--shape", "gpt5"], "gpt5"),
-        (["--model", "gpt2", "--shape", "gpt2"], "not allowed with"),
+        (["--model", "fairytale", "--shape", "gpt2"], "not allowed with"),
+        (["--model", "no/such"], "no/such"),
+        (["--repetitions", "0"], "0 is not a whole number of 1 or more"),
+        (["--json", "no/folder/x.json"], "no/folder/x.json"),
+        (["--plot", "figure.txt"], "figure.txt"),
     ],
 )
-def test_options_that_cannot_be_used_end_with_one_sentence(options, says, capsys):
+def test_options_that_cannot_work_are_refused_before_anything_is_measured(options, says, capsys):
     with pytest.raises(SystemExit) as stop:
-        harness.parser("a benchmark", model=True, plot=True).parse_args(options)
-    assert stop.value.code == 2
+        harness.parser("a benchmark", repetitions=1, plot=True).parse_args(options)
     err = capsys.readouterr().err
-    assert says in err and err.count("\n") == 1
+    assert stop.value.code == 2 and says in err and err.count("\n") == 1
 
 
-def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+def test_an_acceptance_rate_beyond_1_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        harness.parser("a benchmark", plot=True).parse_args(["--plot", "figure.png"])
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert "matplotlib is not installed" in err and err.count("\n") == 1
+        speculative.main(["--acceptance", "0.5", "2"])
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_plot_is_written(tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    with harness.plot(tmp_path / f"figure.{suffix}", "two panels", panels=2) as panels:
-        for axes in panels:
-            axes.bar(["a", "b"], [1, 2])
-    assert (tmp_path / f"figure.{suffix}").stat().st_size > 1000
+def table_of(title, idea, shows, **ms):
+    return {"title": title, "idea": idea, "shows": shows, "rows": [{"case": case, "ms": x} for case, x in ms.items()]}
 
 
-def test_checkpoints_are_found_on_disk_or_made(tmp_path, capsys):
-    options = argparse.Namespace(model="distilfairytale", shape=None, quick=True)
-    assert harness.checkpoint_of(options, tmp_path) == harness.ROOT / "weights" / "distilfairytale"
-    options = argparse.Namespace(model="no/such", shape=None, quick=True)
-    for asked in (lambda: harness.checkpoint_of(options, tmp_path), lambda: harness.model_of(options)):
-        with pytest.raises(SystemExit) as exit:
-            asked()
-        assert exit.value.code == 2
-        error = capsys.readouterr().err
-        assert "no/such" in error and error.count("\n") == 1
+def test_all_writes_the_page_of_figures(monkeypatch, tmp_path):
+    def run(command, cwd):
+        name, file = command[2].rpartition(".")[2], command[-1]
+        idea, tables = "an idea" if name == "beam" else None, [table_of("pp128", None, "-", minigen=20.0, other=9.5)]
+        tables = tables if name == "peers" else [table_of(f"table of {name}", idea, f"{name} shows.", a=1.0)]
+        file.write_text(json.dumps({"title": name, "machine": "2 cores", "notes": ["other 1.0"], "tables": tables}))
+        return SimpleNamespace(returncode=0)
+
+    page = tmp_path / "README.md"
+    page.write_text(all_benchmarks.README.read_text())
+    monkeypatch.setattr(all_benchmarks, "README", page)
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):  # the second run replaces the figures of the first
+        assert all_benchmarks.main(["--readme"]) == 0
+    text = page.read_text()
+    assert text.count("| pp128 | 20.0 | **9.50** |") == 1 and "2 cores; other 1.0" in text
+    assert "| an idea | beam shows. | `beam`: table of beam |" in text and "sampler shows." not in text
 
 
-@pytest.mark.parametrize("arguments", [["--repetitions", "0"], ["--repetitions", "x"], ["--json", "no/folder/x.json"]])
-def test_options_that_cannot_work_are_refused_before_anything_is_measured(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        harness.parser("").parse_args(arguments)
-    assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert arguments[1] in error and error.count("\n") == 1
+def test_a_benchmark_that_fails_does_not_stop_the_others_but_counts(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, cwd: started.append(command) or SimpleNamespace(returncode=1)
+    )
+    assert all_benchmarks.main(["--quick"]) == 1
+    assert len(started) == len(all_benchmarks.SCRIPTS)
+    assert f"failed: {', '.join(all_benchmarks.SCRIPTS)}" in capsys.readouterr().err
 
 
-def test_rows_with_other_keys_make_another_table(capsys):
-    rows = [{"a": 1, "b": 2.5}, {"a": 3, "b": 4.5}, {"c": "x"}]
-    harness.report("two tables", rows, argparse.Namespace(json=None))
-    assert capsys.readouterr().out.splitlines()[2:] == ["a      b", "1  2.500", "3  4.500", "", "c", "x"]
-
-
-def test_speculation_is_given_the_drafts_that_the_acceptance_says():
-    right = np.array([True, True, False, True, False, False, True])
-    # In brackets what the target adds to the drafts it accepts.
-    assert speculative.n_rounds(right, 3) == 4  # T T [F], T [F], [F], T
-    assert speculative.n_rounds(right, 1) == 5  # T [T], [F], T [F], [F], T
-    for acceptance, k in ((0.5, 1), (0.7, 4), (0.9, 8)):
-        right = speculative.cast_lots(acceptance, k, 96)
-        tokens = len(right) / speculative.n_rounds(right, k)
-        assert tokens == pytest.approx((1 - acceptance ** (k + 1)) / (1 - acceptance), rel=0.03)
-    assert speculative.mean_tokens(1.0, 4) == 5
-
-
-def test_a_scripted_pair_accepts_what_was_ordered():
-    target, draft = speculative.scripted("fairytale", 0), speculative.scripted("distilfairytale", 0)
-    tokenizer = minigen.load("fairytale")[1]
-    text = speculative.random_ids(target.config, speculative.PROMPT + 12)
-    right = np.array([True, False, True, True, True, True, False, False, True, True, True, True])
-    other = np.where(right, text[speculative.PROMPT :], np.roll(text[speculative.PROMPT :], 1))
-    draft.script = text[: speculative.PROMPT] + other.tolist()
-    (done,) = speculative.follow(target, tokenizer, text, draft_model=(draft, tokenizer), num_draft_tokens=3)
-    assert done.speculation.target_passes == speculative.n_rounds(right, 3)
-
-
-@pytest.mark.parametrize("options", [["--acceptance", "0.5,2"], ["--acceptance", "much"], ["--models", "gpt2,gpt5"]])
-def test_speculation_refuses_what_it_cannot_measure(options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["speculative", *options])
-    with pytest.raises(SystemExit) as stop:
-        speculative.main()
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert options[1].split(",")[-1] in err and err.count("\n") == 1
+def test_estimates_are_for_both_kinds_of_run():
+    for script in all_benchmarks.SCRIPTS:
+        seconds = importlib.import_module(f"benchmarks.{script}").SECONDS
+        assert 0 < seconds["quick"] < seconds["full"] < math.inf

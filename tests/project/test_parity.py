@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import make_beam
 from tests.golden.make import HERE as GOLDEN
-from tests.tiny import random_params
+from tests.oracles.tiny import random_params
 
 pytestmark = pytest.mark.parity
 

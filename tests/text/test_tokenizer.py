@@ -24,9 +24,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from minigen.files.tokenizer_files import AddedToken
 from minigen.text.stream import IncrementalUtf8Decoder, StopMatcher
 from minigen.text.tokenizer import Tokenizer
-from tests.golden import nasty_strings
+from tests.golden import nasty_strings, tokenizer_folders
 
 ROOT = Path(__file__).parents[2]
 GPT2 = ROOT / "tests" / "data" / "gpt2-bpe"
@@ -417,7 +418,8 @@ def test_small_vocabularies_against_the_slow_oracle(tmp_path, seed):
 
 def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
     vocab = bytes_vocab() | {"lo": 257, "hello": 258}
-    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, ["l o"]))
+    with pytest.warns(UserWarning, match="'hello'"):
+        tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, ["l o"]))
     assert tokenizer.encode("hello") == [*b"hel", 257]
     assert tokenizer.decode([258]) == "hello"
 
@@ -538,7 +540,8 @@ def test_special_tokens_need_not_be_spelled_in_byte_symbols(tmp_path):
 
 
 def test_a_special_token_that_has_no_id_is_plain_text(tmp_path):
-    tokenizer = Tokenizer.from_folder(added_folder(tmp_path, special={"pad_token": "<|pad|>", "sep_token": None}))
+    with pytest.warns(UserWarning, match="<|pad|>"):
+        tokenizer = Tokenizer.from_folder(added_folder(tmp_path, special={"pad_token": "<|pad|>", "sep_token": None}))
     assert tokenizer.special_ids == {END: 4095}
     assert tokenizer.decode(tokenizer.encode("<|pad|>")) == "<|pad|>"
 
@@ -549,6 +552,134 @@ def test_a_vocabulary_without_end_of_text(tmp_path):
     tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, []))
     assert tokenizer.special_ids == {} and tokenizer.n_vocab == 256
     assert tokenizer.encode(END) == list(END.encode())
+
+
+# ---------------------------------------------------------------------------------------- six files
+
+
+FOLDERS = tokenizer_folders.folders()
+
+
+def check_folder(folder, path, wanted):
+    """The folder is refused by name if it has to be; otherwise its texts have the wanted ids."""
+    for name, content in folder.files.items():
+        (path / name).write_text(content, encoding="utf-8")
+    if folder.refused:
+        with pytest.raises(ValueError, match="|".join(map(re.escape, folder.refused))) as caught:
+            Tokenizer.from_folder(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    else:
+        tokenizer = Tokenizer.from_folder(path)
+        assert [tokenizer.encode(text) for text in tokenizer_folders.TEXTS] == wanted, folder.files
+
+
+def test_300_folders_have_the_ids_of_the_tokenizers_library_or_are_refused_by_name(tmp_path):
+    """F02, F03: added tokens that one file alone knows, settings that change ids, files that contradict each other."""
+    with np.load(GOLDEN.with_name("tokenizer_folders.npz")) as file:
+        assert str(file["digest"]) == tokenizer_folders.digest(), "other folders than those the ids are for"
+        rows = iter([ids.tolist() for ids in np.split(file["ids"], np.cumsum(file["lengths"])[:-1])])
+    for number, folder in enumerate(FOLDERS):
+        (tmp_path / str(number)).mkdir()
+        wanted = [] if folder.refused else [next(rows) for _ in tokenizer_folders.TEXTS]
+        check_folder(folder, tmp_path / str(number), wanted)
+    assert next(rows, None) is None
+    assert sum(bool(folder.refused) for folder in FOLDERS) < 200
+
+
+@pytest.mark.parity
+def test_300_folders_have_the_ids_of_the_installed_tokenizers_library(tmp_path):
+    """F02, F03: as above, and the ids are not those of a file but computed now."""
+    pytest.importorskip("tokenizers")
+    for number, folder in enumerate(FOLDERS):
+        (tmp_path / str(number)).mkdir()
+        check_folder(folder, tmp_path / str(number), [] if folder.refused else tokenizer_folders.library_ids(folder))
+
+
+def gpt2_folder(folder, **others):
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).symlink_to(GPT2 / name)
+    for name, content in others.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Tokenizer.from_folder(folder)
+
+
+def added(content, *flags):
+    return {"content": content, "special": True, **{flag: flag in flags for flag in tokenizer_folders.FLAGS}}
+
+
+@pytest.mark.parametrize(
+    "config, text, ids",
+    [
+        (
+            {"added_tokens_decoder": {"50257": added("<|user|>"), "50258": added("<|bot|>")}},
+            "<|user|>hi<|bot|>",
+            [50257, 5303, 50258],
+        ),
+        ({"add_prefix_space": True}, "Hello", [18435]),
+        ({"add_bos_token": True}, "Hello", [END_ID, 15496]),
+        ({"added_tokens_decoder": {"50257": added("<mask>", "lstrip")}}, "a <mask> b", [64, 50257, 275]),
+        ({"added_tokens_decoder": {"9246": added("cat", "single_word")}}, "cats cat", [24619, 220, 9246]),
+    ],
+)
+def test_tokenizer_config_json_counts(tmp_path, config, text, ids):
+    """F02, F03: known ids with GPT-2's vocabulary and a tokenizer_config.json."""
+    assert gpt2_folder(tmp_path, tokenizer_config=config).encode(text) == ids
+
+
+def test_ids_before_the_text_can_be_left_out(tmp_path):
+    tokenizer = gpt2_folder(tmp_path, tokenizer_config={"add_bos_token": True})
+    assert tokenizer.encode("Hello", add_special_tokens=False) == [15496]
+
+
+def test_a_special_token_that_is_spelled_like_bytes_of_the_vocabulary_keeps_their_bytes(tmp_path):
+    """F01: the line break is token \u010a of vocab.json, and " the" is \u0120the."""
+    special = {"pad_token": "\u010a", "sep_token": "\u0120the"}
+    tokenizer = Tokenizer.from_folder(added_folder(tmp_path, special=special))
+    assert tokenizer.encode("He saw the king") == [873, 533, 259, 727]
+    text = "He saw\nthe king\n\n"
+    assert tokenizer.encode(text) == Tokenizer.from_folder(FAIRYTALE).encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("\u010a")) == "\n"  # as in transformers
+
+
+@pytest.mark.parametrize("token, id", [("<x>", 65), ("<x>", 4095), ("\u0120the", 4096), ("a", 4096)])
+def test_an_added_token_that_clashes_with_the_vocabulary_is_refused(tmp_path, token, id):
+    """F01: an id that another token of vocab.json has, or another id for a token that vocab.json has."""
+    with pytest.raises(ValueError, match=rf"added_tokens\.json.*{token}.*{id}"):
+        Tokenizer.from_folder(added_folder(tmp_path, added={token: id}))
+
+
+@pytest.mark.parametrize("merges", ["", "#version: 0.2\n", "\n\n"])
+def test_a_vocabulary_without_its_merges_is_refused(tmp_path, merges):
+    """F09: an empty merges.txt next to a whole vocab.json."""
+    (tmp_path / "vocab.json").symlink_to(GPT2 / "vocab.json")
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(ValueError, match=r"merges\.txt.*no merge makes \d{5} tokens"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_vocabulary_with_part_of_its_merges_is_warned_of(tmp_path):
+    """F09: a merges.txt that was cut at the end of a line."""
+    vocab, merges = vocab_and_merges(FAIRYTALE)
+    with pytest.warns(UserWarning, match=r"no merge makes \d+ tokens"):
+        Tokenizer.from_folder(write_bpe(tmp_path, vocab, merges[:3000]))
+
+
+def test_a_huge_id_costs_no_time(tmp_path):
+    """F10: a vocabulary with the id 10**12."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    start = time.process_time()
+    one = Tokenizer.from_folder(added_folder(tmp_path / "a", added={"<x>": 10**12, "<y>": 4096}))
+    other = Tokenizer.from_folder(added_folder(tmp_path / "b", added={"<x>": 10**12, "<z>": 4096}))
+    assert one.encode("a<x>")[1:] == [10**12] and one.token_bytes(5 * 10**11) == b""
+    assert (one.first_difference(one), one.first_difference(other)) == (None, 4096)
+    assert one.first_difference(Tokenizer.from_folder(FAIRYTALE)) is None
+    assert time.process_time() - start < 2
+
+
+def test_its_repr_says_what_a_tokenizer_has(gpt2):
+    assert repr(gpt2) == "Tokenizer(50257 ids, 50000 merges, special tokens {'<|endoftext|>': 50256})"
 
 
 # ---------------------------------------------------------------------------------------- tokenizer.json, no network
@@ -620,11 +751,15 @@ def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
 
 @pytest.mark.parametrize("left", ["vocab.json", "merges.txt"])
 def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
-    write_bpe(tmp_path, bytes_vocab() | {"ab": 257}, ["a b"])
+    vocab = bytes_vocab() | {"ab": 257}
+    write_bpe(tmp_path, vocab, ["a b"])
     for name in {"vocab.json", "merges.txt"} - {left}:
         (tmp_path / name).unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(vocab, ["a b"])))
+    assert Tokenizer.from_folder(tmp_path).encode("abba") == [257, 98, 97]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(bytes_vocab() | {"ba": 257}, ["b a"])))
-    assert Tokenizer.from_folder(tmp_path).encode("abba") == [97, 98, 257]
+    with pytest.raises(ValueError, match=rf"{left}.*tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------- broken files
@@ -730,11 +865,12 @@ def test_a_broken_file_is_named(tmp_path, name, fault):
 
 
 def test_only_the_symbols_of_bytes_count_as_bytes():
-    vocab = bytes_vocab() | {"bc": 257, chr(256 + 68): 258}  # what a 257th byte would be spelled as
-    assert Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258}).encode("abc") == [97, 257]
+    next_char = chr(256 + 68)  # what a 257th byte would be spelled as
+    vocab = bytes_vocab() | {"bc": 257, next_char: 258}
+    assert Tokenizer(vocab, "b c", [AddedToken(next_char, 258)]).encode("abc") == [97, 257]
     del vocab["a"]
     with pytest.raises(ValueError, match=" 255 of the 256 bytes"):
-        Tokenizer(vocab, [("b", "c")], {chr(256 + 68): 258})
+        Tokenizer(vocab, "b c", [AddedToken(next_char, 258)])
 
 
 def changed_model(without=None, **changes):

@@ -1,0 +1,112 @@
+"""What a run returns: a `Step` per token, a `Completion` per row, log-probabilities and timings."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minigen.engine.sampler import log_softmax, top_ids
+from minigen.engine.speculative import SpeculationStats
+from minigen.text.stream import TextStream
+
+
+class TokenLogprob(NamedTuple):
+    """A token's natural log-probability under the model itself, before any penalty or filter."""
+
+    token: int
+    text: str
+    logprob: float
+    top: list[tuple[int, str, float]]  # (token, text, logprob) of the most probable, best first (ties: lowest id)
+
+
+class Timings(NamedTuple):
+    """Timing and memory of a run. Times are for the whole batch."""
+
+    prompt_tokens: int
+    reused_tokens: int  # prompt tokens whose keys and values were in a cache already
+    prompt_seconds: float  # until the first logits, prompt cache files included (time to first token)
+    tokens: int
+    seconds: float  # from then to the row's last token
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished continuation.
+
+    `token_ids` holds every generated id, including EOS and those of a stop string; `text` does not include these.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_index: int
+    finish_reason: str  # eos | stop | length | context
+    stop_sequence: str | None
+    logprobs: list[TokenLogprob] | None
+    sum_logprob: float | None  # beam search's sum of log-probabilities; None for other decoders
+    score: float | None  # what beam search ranks by: sum_logprob / generated_length ** length_penalty
+    speculation: SpeculationStats | None  # None without drafts
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token of one row as it is generated. The texts of a row's steps, joined, are its completion's text."""
+
+    text: str  # what may be shown now: whole characters, and nothing that may become a stop string
+    token: int | None  # None if a row ends without another token
+    logprob: TokenLogprob | None
+    row: int
+    from_draft: bool
+    finish_reason: str | None
+    completion: Completion | None  # set on the last step of a row
+
+
+class RowOutput:
+    """Turns one row's generated tokens into `Step`s, and the last one into a `Completion`."""
+
+    def __init__(self, run, tokenizer):
+        self._run = run
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer, run.config.stop)
+        self._texts = []
+        self._logprobs = None if run.config.logprobs is None else []
+
+    def step(self, generated):
+        """The `Step` of one `GeneratedToken` of the row."""
+        row, token, text, logprob = generated.row, generated.token, "", None
+        finish_reason = row.finish_reason
+        if token is not None and finish_reason != "eos":
+            text = self._stream.push(token)
+        if token is not None and self._logprobs is not None:
+            logprob = self._logprob(token, generated.logits)
+            self._logprobs.append(logprob)
+        if finish_reason:
+            text += self._stream.flush()
+            if self._stream.stop_sequence:  # half a character that is shown as U+FFFD may complete one
+                finish_reason = "stop"
+        self._texts.append(text)
+        completion = self._completion(row, finish_reason) if finish_reason else None
+        return Step(text, token, logprob, row.index, generated.from_draft, finish_reason, completion)
+
+    def _logprob(self, token, logits):
+        log_p = log_softmax(logits)
+        spell = self._tokenizer.decode
+        top = [(int(other), spell([other]), float(log_p[other])) for other in top_ids(log_p, self._run.config.logprobs)]
+        return TokenLogprob(token, spell([token]), float(log_p[token]), top)
+
+    def _completion(self, row, finish_reason):
+        clock = self._run.clock
+        prompt_seconds, seconds = clock.seconds()
+        return Completion(
+            text="".join(self._texts),
+            token_ids=row.ids[row.n_prompt :],
+            prompt_index=row.prompt_index,
+            finish_reason=finish_reason,
+            stop_sequence=self._stream.stop_sequence,
+            logprobs=self._logprobs,
+            sum_logprob=row.sum_logprob,
+            score=row.score,
+            speculation=row.speculation,
+            timings=Timings(
+                row.n_prompt, clock.reused_tokens, prompt_seconds, row.n_generated, seconds, clock.cache_bytes
+            ),
+        )
