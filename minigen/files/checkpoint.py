@@ -79,8 +79,9 @@ def load_config(folder):
             if not isinstance(generation, dict):
                 raise ValueError(f"{generation_path} is not an object of keys and values")
             token_ids = {name: generation[name] for name in ("bos_token_id", "eos_token_id") if name in generation}
-        # What generation_config.json overrides is not checked.
-        config = GPT2Config.from_dict(content | dict.fromkeys(token_ids) if token_ids else content)
+        if isinstance(content, dict):
+            content |= dict.fromkeys(token_ids)  # what generation_config.json overrides is not checked
+        config = GPT2Config.from_dict(content)
         path = generation_path
         config = replace(config, **token_ids)
     except ValueError as error:
@@ -122,13 +123,13 @@ def weight_files(folder):
         raise ValueError(f"{index} has no weight_map from tensor names to file names")
     files = {}
     for name, file in weight_map.items():
-        files.setdefault(folder / file, []).append(name)
-    for path in files:
-        if path.parent != folder:
-            raise ValueError(f"{index} names {short_repr(str(path))}, which is outside the checkpoint's folder")
-        if not is_file(path):
-            raise OSError(f"{index} names {short_repr(path.name)}, which does not exist: the checkpoint is incomplete")
-    return files
+        files.setdefault(file, []).append(name)
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"{index} names {short_repr(file)}, which is not a file of the checkpoint's folder")
+        if not is_file(folder / file):
+            raise OSError(f"{index} names {short_repr(file)}, which does not exist: the checkpoint is incomplete")
+    return {folder / file: names for file, names in files.items()}
 
 
 class StoredTensor(NamedTuple):

@@ -27,7 +27,7 @@ from tests.oracles.models import Tiny, gpt2
 from tests.oracles.reference import reference_logits, reference_logprobs
 from tests.oracles.tiny import BYTE_OF_ID, as_stored, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
-VOCAB, EOS = 257, 256  # the byte vocabulary of tests.tiny: 256 bytes and end-of-text
+VOCAB, EOS = 257, 256  # the byte vocabulary of tests.oracles.tiny: 256 bytes and end-of-text
 TIE = 1e-4  # logits closer than this may change places between float32 and float64
 GREEDY = {"temperature": 0}
 FLAT = {"temperature": 1.0, "top_p": 1.0}

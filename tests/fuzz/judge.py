@@ -89,9 +89,10 @@ def as_float32(dtype, shape, data):
 
 
 def _weight_files(folder):
+    """{file: names of the tensors that are to be read from it, None for all}."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return [single]
+        return {single: None}
     if not index.is_file():
         raise Wrong("no weights")
     try:
@@ -104,7 +105,7 @@ def _weight_files(folder):
         raise Wrong("no index") from error
     if not names or not inside or not all(os.path.isfile(folder / name) for name in names):
         raise Wrong("an index of other files")
-    return [folder / name for name in names]
+    return {folder / name: [tensor for tensor, file in weight_map.items() if file == name] for name in names}
 
 
 def parameters(folder, config):
@@ -113,16 +114,18 @@ def parameters(folder, config):
     Raises Wrong for any other.
     """
     stored, unclear = {}, False
-    for path in _weight_files(Path(folder)):
+    for path, wanted in _weight_files(Path(folder)).items():
         tensors, odd = read_safetensors(path.read_bytes())
         unclear |= odd
-        for name, tensor in tensors.items():
-            name = name.removeprefix("transformer.")
+        for spelled in tensors if wanted is None else wanted:
+            name = spelled.removeprefix("transformer.")
             if re.fullmatch(r"h\.[0-9]+\.attn\.(bias|masked_bias)", name):
                 continue
             if name in stored:
                 raise Wrong(f"{name} twice")
-            stored[name] = tensor
+            if spelled not in tensors:
+                raise Wrong(f"{name} is not where the index says")
+            stored[name] = tensors[spelled]
     shapes = parameter_shapes(DEFAULTS | config)
     if not shapes.keys() <= stored.keys():
         raise Wrong("tensors are missing")

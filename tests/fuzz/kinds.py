@@ -24,10 +24,11 @@ from minigen import GPT2, Tokenizer
 from minigen.command import main as cli
 from minigen.command.arguments import build_parser
 from minigen.files.checkpoint import load_config, load_weights
-from tests.fuzz.judge import Wrong, parameters
+from tests.fuzz.judge import Wrong, parameters, read_safetensors
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
+from tests.golden import tokenizer_folders
 from tests.oracles.reference import reference_logits
-from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 from tests.text.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches
@@ -133,6 +134,14 @@ class Checkpoint(Kind):
         for index, (form, options) in enumerate(forms):
             values = params if form is config else tiny_params(form)
             self.forms.append((form, content(write_checkpoint(folder / f"form {index}", form, values, **options))))
+        # Each shard has stale copies of the next one's tensors as well: only the index says which are meant.
+        files = content(write_checkpoint(folder / "stale", config, params, shards=3))
+        shards = sorted(name for name in files if name.endswith(".safetensors"))
+        tensors = {name: read_safetensors(files[name])[0] for name in shards}
+        for name, other in zip(shards, shards[1:] + shards[:1], strict=True):
+            stale = {key: (dtype, shape, bytes(len(data))) for key, (dtype, shape, data) in tensors[other].items()}
+            write_safetensors(folder / "stale" / name, tensors[name] | stale)
+        self.forms.append((config, content(folder / "stale")))
         # A right checkpoint outside: whoever follows a path to it gets a model instead of a refusal.
         write_checkpoint(self.outside, config, tiny_params(config, seed=1))
 
@@ -268,8 +277,61 @@ class Config(Kind):
         check_logits(logits, config, self.params)
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        eos = tuple(id for id in eos if 0 <= id < self.config["vocab_size"])
         require(model.config.eos_ids == eos, f"ends at {model.config.eos_ids}, the files say {eos}")
         return "loaded"
+
+
+class TokenIds(Kind):
+    """Configurations as transformers writes them: any vocab_size, and ids that need not be in the vocabulary."""
+
+    def run(self, rng):
+        size = rng.choice([257, 258, 300, 1000])
+        ids = [0, 65, 256, 257, size - 1, size, 50256, -1, 2**31, 10**30, None]
+        config = tiny_config(vocab_size=size, n_positions=4, n_embd=4, n_layer=1)
+        more = {
+            "use_cache": True,
+            "transformers_version": "5.24.0",
+            "pad_token_id": rng.choice(ids),
+            "dtype": "float32",
+        }
+        config |= {name: value for name, value in more.items() if rng.random() < 0.5}
+        stated = {"bos_token_id": size - 1, "eos_token_id": size - 1}
+        for file in (config, generation := {"_from_model_config": True}):
+            for name in stated:
+                if rng.random() < 0.6:
+                    listed = name[0] == "e" and rng.random() < 0.3
+                    file[name] = rng.choices(ids[:-1], k=rng.randrange(4)) if listed else rng.choice(ids)
+        write(self.input, {})
+        files = content(write_byte_vocab(write_checkpoint(self.input, config, tiny_params(config))))
+        if rng.random() < 0.7:
+            files["generation_config.json"] = json.dumps(generation).encode()
+            stated |= config | generation
+        else:
+            stated |= config
+        write(self.input, files)
+        eos = stated["eos_token_id"]
+        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        known = tuple(id for id in eos if 0 <= id < size)
+        bos = stated["bos_token_id"]
+        with measured(size_of(self.input) + SLACK), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, tokenizer = minigen.load(self.input)
+        require(model.config.eos_ids == known, f"ends at {model.config.eos_ids} instead of {known}")
+        usable = bos is not None and 0 <= bos < size
+        require(model.config.bos_token_id == (bos if usable else None), f"begins with {model.config.bos_token_id}")
+        named = [str(warning.message) for warning in caught]
+        outside = [
+            name for name, bad in (("eos", len(known) < len(eos)), ("bos", bos is not None and not usable)) if bad
+        ]
+        require(len(named) == len(outside), f"{named} for {outside}")
+        try:
+            minigen.generate(model, tokenizer, "", max_tokens=1)
+        except ValueError as error:
+            require("begin-of-text" in str(error) and not usable, f"an empty prompt: {error}")
+            return "no begin"
+        require(usable, "an empty prompt began with nothing")
+        return "begins"
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------------
@@ -369,6 +431,37 @@ class BPE(Kind):
                 continue  # a damaged file may make a special token of an ordinary word
             wanted = slow_encode(text, vocab, merges)
             require(tokenizer.encode(text) == wanted, f"{text!r} is {tokenizer.encode(text)}, by definition {wanted}")
+
+
+class Folders(Kind):
+    """Tokenizers in up to six files, which may contradict each other or have settings that are not supported."""
+
+    def run(self, rng):
+        folder = tokenizer_folders.make_folder(rng.randrange(300, 10**9))
+        files = {name: text.encode() for name, text in folder.files.items()}
+        small = [name for name in files if name not in ("vocab.json", "merges.txt", "tokenizer.json")]
+        mutated = small and rng.random() < 0.3
+        if mutated:
+            name = rng.choice(small)
+            files[name] = mutate_json(json.loads(files[name]), rng)
+        write(self.input, files)
+        try:
+            with measured(size_of(self.input) * 20 + SLACK):
+                tokenizer = Tokenizer.from_folder(self.input)
+                found = [tokenizer.encode(text) for text in tokenizer_folders.TEXTS]
+                b"".join(map(tokenizer.token_bytes, itertools.chain(*found)))
+        except (ValueError, OSError) as error:
+            check_sentence(error, *(self.input / name for name in files))
+            right = any(word in str(error) for word in folder.refused)
+            require(mutated or right, f"refused for another reason than {folder.refused}: {error}")
+            return "refused"
+        if mutated:
+            return "loaded"
+        require(not folder.refused, f"loaded in spite of {folder.refused}")
+        with contextlib.suppress(ImportError):
+            wanted = tokenizer_folders.library_ids(folder)
+            require(found == wanted, f"{found} instead of {wanted}")
+        return "loaded"
 
 
 # ---- command lines -----------------------------------------------------------------------------------------------
@@ -607,7 +700,9 @@ class PromptCache(Run):
 KINDS = {
     "checkpoint": Checkpoint,
     "config": Config,
+    "token-ids": TokenIds,
     "tokenizer": BPE,
+    "tokenizer-files": Folders,
     "cli": CommandLine,
     "prompt": Prompt,
     "prompt-cache": PromptCache,

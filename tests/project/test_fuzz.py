@@ -10,12 +10,23 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.runner import run_batch
 
 # Of each kind as many as take about two seconds, most of which is the start of a worker.
-COUNTS = {"checkpoint": 500, "config": 120, "tokenizer": 120, "cli": 120, "prompt": 100, "prompt-cache": 150}
+COUNTS = {
+    "checkpoint": 500,
+    "config": 120,
+    "token-ids": 60,
+    "tokenizer": 120,
+    "tokenizer-files": 80,
+    "cli": 120,
+    "prompt": 100,
+    "prompt-cache": 150,
+}
 # What must come of some of the inputs: a kind that only refuses, or only accepts, tests nothing.
 OUTCOMES = {
     "checkpoint": {"loaded", "refused"},
     "config": {"loaded", "refused"},
+    "token-ids": {"begins", "no begin"},
     "tokenizer": {"loaded", "refused"},
+    "tokenizer-files": {"loaded", "refused"},
     "cli": {"exit 0", "exit 2"},
     "prompt": {"taken", "refused"},
     "prompt-cache": {"taken", "refused"},
@@ -45,10 +56,10 @@ def test_the_time_is_kept_and_kinds_that_were_not_tried_are_named(monkeypatch, c
     monkeypatch.setattr(fuzz, "run_batch", run)
     monkeypatch.setattr(fuzz.time, "monotonic", lambda: now[0])
     assert fuzz.main(["--minutes", "0.1"]) == 0
-    assert now[0] <= 6 + 2 and [kind for kind, _, _ in tried] == NAMES[:3]
+    assert now[0] <= 6 + 2 and [kind for kind, _, _ in tried] == NAMES[:4]
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "not tried" in line] == [
-        f"{kind}: not tried, for the time was up" for kind in NAMES[3:]
+        f"{kind}: not tried, for the time was up" for kind in NAMES[4:]
     ]
     # With time enough, every kind has the same inputs.
     tried.clear()
