@@ -5,9 +5,20 @@ import pytest
 
 from minigen import generate, stream
 from minigen.api import completions
+from minigen.engine.hooks import Hooks
 from minigen.engine.speculative import AdaptiveDraftLength
-from tests.engine.test_speculative import Drafted, oracle, same_outcome
-from tests.oracles.models import Letters, StandIn
+from tests.engine.test_speculative import outcome, text_model
+from tests.oracles.lookup import Letters, LookupModel
+
+
+class Drafted(Hooks):
+    """Notes the tokens proposed in each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_draft(self, row, tokens):
+        self.rounds.append(list(tokens))
 
 
 class Clock:
@@ -21,7 +32,7 @@ class Clock:
         """The stand-in, its passes costing `a_pass` seconds and `a_token` for each token."""
         clock = self
 
-        class Timed(StandIn):
+        class Timed(LookupModel):
             def forward(self, ids, cache, **kwargs):
                 clock.now += a_pass + a_token * len(ids[0])
                 return super().forward(ids, cache, **kwargs)
@@ -39,12 +50,12 @@ def auto_rounds(monkeypatch, model, draft, *, target_cost, draft_cost, prompt=(0
         drafter = dict(draft_model=(clock.timed(draft, *draft_cost), letters), num_draft_tokens="auto", hooks=drafted)
         target = clock.timed(model, *target_cost)
         (done,) = completions(stream(target, letters, [list(prompt)], **drafter, **options))
-    assert same_outcome(done, plain)
+    assert outcome(done) == outcome(plain)
     return done, list(map(len, drafted.rounds))
 
 
 def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
-    clock, letters, model = Clock(monkeypatch), Letters(8), oracle(8, 1)
+    clock, letters, model = Clock(monkeypatch), Letters(8), text_model(8, 1)
     options = dict(draft_model=(clock.timed(model, 0.5), letters), num_draft_tokens=3, temperature=0, max_tokens=50)
     (done,) = generate(clock.timed(model, 10), letters, [[0, 1]], **options)
     stats = done.speculation
@@ -54,16 +65,16 @@ def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
 
 
 def test_auto_drafts_much_if_drafts_are_right_and_cheap(monkeypatch):
-    model = oracle(8, 1)
+    model = text_model(8, 1)
     done, rounds = auto_rounds(monkeypatch, model, model, target_cost=(10,), draft_cost=(0.5,))
     assert rounds[:2] == [0, 4]  # one of each is measured first
-    assert set(rounds[5:-1]) == {AdaptiveDraftLength.MOST}
+    assert set(rounds[5:-1]) == {AdaptiveDraftLength.MAX_DRAFT}
     assert done.speculation.accepted + done.speculation.target_passes == 200
 
 
 def test_auto_gives_up_if_drafts_do_not_pay(monkeypatch):
-    model = oracle(8, 1)
-    wrong = StandIn(lambda ids: -model.logits_of(ids), 8)
+    model = text_model(8, 1)
+    wrong = LookupModel(lambda ids: -model.logits_of(ids), 8)
     for draft, target_cost, draft_cost in (
         (wrong, (10,), (0.5,)),
         (model, (10,), (11,)),  # right, but each costs as much as it saves
@@ -76,16 +87,16 @@ def test_auto_gives_up_if_drafts_do_not_pay(monkeypatch):
 
 
 def test_auto_comes_back_when_drafts_get_better(monkeypatch):
-    model = oracle(8, 1)
-    late = StandIn(lambda ids: model.logits_of(ids) * (1 if len(ids) > 150 else -1), 8)
+    model = text_model(8, 1)
+    late = LookupModel(lambda ids: model.logits_of(ids) * (1 if len(ids) > 150 else -1), 8)
     _, rounds = auto_rounds(monkeypatch, model, late, target_cost=(10,), draft_cost=(0.5,), max_tokens=400)
     assert len([n for n in rounds[50:140] if n]) <= 3
-    assert set(rounds[-5:-1]) == {AdaptiveDraftLength.MOST}
+    assert set(rounds[-5:-1]) == {AdaptiveDraftLength.MAX_DRAFT}
 
 
 def test_auto_does_not_charge_the_drafts_prompt_to_its_drafts(monkeypatch):
     # In its first round a draft also reads the prompt, once. That must not make it look dear for a long time.
-    model, costs = oracle(8, 1), dict(target_cost=(10, 0.1), draft_cost=(0.5, 0.1))
+    model, costs = text_model(8, 1), dict(target_cost=(10, 0.1), draft_cost=(0.5, 0.1))
     _, rounds = auto_rounds(monkeypatch, model, model, prompt=[0, 1] * 250, max_tokens=100, **costs)
     assert sum(n > 0 for n in rounds) > len(rounds) / 2
 
@@ -103,14 +114,14 @@ def test_auto_chooses_what_gives_most_tokens_a_second(acceptance, draft_cost):
     tokens = seconds = 0.0
     for n in range(1500):
         k = length.choose()
-        assert 0 <= k <= AdaptiveDraftLength.MOST
+        assert 0 <= k <= AdaptiveDraftLength.MAX_DRAFT
         accepted = 0
         while accepted < k and rng.random() < acceptance:
             accepted += 1
         length.record(k, accepted, draft_cost * k, 1.0)
         if n >= 100:
             tokens, seconds = tokens + accepted + 1, seconds + 1 + draft_cost * k
-    assert tokens / seconds > 0.9 * max(map(speed, range(AdaptiveDraftLength.MOST + 1)))
+    assert tokens / seconds > 0.9 * max(map(speed, range(AdaptiveDraftLength.MAX_DRAFT + 1)))
 
 
 def test_auto_keeps_running_means():

@@ -16,8 +16,8 @@ import minigen
 from minigen import Session, generate
 from minigen.engine.sampler import History, Noise, apply_logits_processors, next_token_probs
 from minigen.options import SamplingConfig
-from tests.engine.lookup import Letters, LookupModel, near, table_logits
 from tests.engine.test_sampler import ref_logits, ref_softmax, splitmix64
+from tests.oracles.lookup import Letters, LookupModel, near, table_logits
 
 OFF = dict(temperature=1.0, top_p=1.0)
 TEMPERATURES = (0, 0.7, 1.5)

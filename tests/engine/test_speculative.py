@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import math
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -24,9 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minigen
 from minigen import api, generate, stream
-from minigen.command import main as cli
 from minigen.engine import speculative
 from minigen.engine.decode import Run, Sequence
 from minigen.engine.hooks import NO_HOOKS, Hooks
@@ -42,12 +39,12 @@ from minigen.engine.speculative import (
     rejection,
     speculate,
 )
-from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.options import DecodingConfig, SamplingConfig
 from minigen.text.tokenizer import Tokenizer
-from tests.engine.lookup import Letters, LookupModel, lookup_pair, near, text_logits
 from tests.oracles.chi_square import assert_follows
+from tests.oracles.lookup import Letters, LookupModel, lookup_pair, near, text_logits
 from tests.oracles.reference import reference_logits
-from tests.oracles.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
+from tests.oracles.tiny import as_stored, tiny_config, tiny_params
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
 N_TOKENS = 3  # whose joint distribution is compared
@@ -69,9 +66,9 @@ def tiny_model(seed, *, std=0.5, **overrides):
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(fairytale, distilfairytale):
     """The bundled models: (target, tokenizer), (draft, tokenizer)."""
-    return minigen.load(), minigen.load("distilfairytale")
+    return fairytale, distilfairytale
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -874,11 +871,6 @@ def test_shifts_that_drop_one_or_two_tokens(n_positions):
 # Vocabularies
 
 
-@pytest.fixture(scope="module")
-def byte_vocab(tmp_path_factory):
-    return write_byte_vocab(tmp_path_factory.mktemp("bytes"))
-
-
 def with_vocab(folder, source, change):
     """A copy of a vocabulary in which `change(vocab)` was made; returns what `change` returned."""
     folder.mkdir()
@@ -1081,99 +1073,5 @@ def test_seconds_are_those_of_drafts_and_passes(monkeypatch, k):
     assert stats.target_seconds == 10 * stats.target_passes and stats.draft_seconds == 0.5 * stats.drafted
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Invalid options
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (dict(prompts=["a", "b"]), "number of prompts"),
-        (dict(num_return_sequences=2), "num_return_sequences"),
-        (dict(num_beams=2), "num_beams"),
-        (dict(use_cache=False), "use_cache"),
-        (dict(prompt_lookup_num_tokens=2), "prompt_lookup_num_tokens"),
-        (dict(num_draft_tokens=0), "num_draft_tokens"),
-        (dict(speculation_rule="greedy"), "speculation_rule"),
-        (dict(draft_model=None, num_draft_tokens=4), "num_draft_tokens"),
-        (dict(draft_model=None, max_matching_ngram_size=2), "max_matching_ngram_size"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, num_return_sequences=2), "num_return_sequences"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, prompts=["a", "b"]), "number of prompts"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, num_beams=2), "num_beams"),
-    ],
-)
-def test_options_that_do_not_go_together(options, named):
-    model, letters = text_model(8, 1), Letters(8)
-    model.forward = None  # refused before anything is computed
-    options = dict(prompts="a", draft_model=(model, letters)) | options
-    with pytest.raises(ValueError, match=named):
-        stream(model, letters, options.pop("prompts"), **options)
-
-
-@pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])
-@pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
-def test_config_names_what_is_invalid(name, value):
-    least = 0 if name == "prompt_lookup_num_tokens" else 1
-    if (type(value) is int and value >= least) or (name, value) == ("num_draft_tokens", "auto"):
-        assert getattr(SpeculationConfig(**{name: value}), name) == value
-        return
-    with pytest.raises(ValueError) as error:
-        SpeculationConfig(**{name: value})
-    start, allowed = f"{name} is {value!r}; ", str(error.value).partition("; ")[2]
-    assert str(error.value).startswith(start) and f" {least} or more" in allowed
-    assert ("auto" in allowed) == (name == "num_draft_tokens")
-
-
 def test_plain_decoding_has_no_counts():
     assert generate_one(text_model(8, 1), Letters(8), [5], max_tokens=2).speculation is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-CLI_PROMPT = "The king said to his daughter"
-
-
-def run_cli(monkeypatch, capsys, *args):
-    """(exit code, stdout, stderr) of one run in this process."""
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it: put it back afterwards
-    code = cli.main([*args])
-    return code, *capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--speculative",),
-        ("--draft-model", "distilfairytale", "--num-draft-tokens", "2"),
-        ("--speculative", "--num-draft-tokens", "auto"),
-        ("--prompt-lookup-num-tokens", "3", "--max-matching-ngram-size", "1"),
-    ],
-)
-def test_command_line(monkeypatch, capsys, pair, args):
-    (model, tokenizer), _ = pair
-    plain = generate_one(model, tokenizer, CLI_PROMPT, temperature=0, max_tokens=20)
-    options = CLI_PROMPT, "--temperature", "0", "--max-tokens", "20", *args
-    code, out, err = run_cli(monkeypatch, capsys, *options)
-    assert code == 0 and out == CLI_PROMPT + plain.text + "\n"
-    assert ("distilfairytale" in err.splitlines()[0]) == ("--prompt-lookup-num-tokens" not in args)
-    code, out, _ = run_cli(monkeypatch, capsys, *options, "--json")
-    record = json.loads(out)
-    assert code == 0 and record["token_ids"] == plain.token_ids
-    assert set(record["speculation"]) >= {"drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (("--num-draft-tokens", "4"), "--num-draft-tokens"),
-        (("--speculative", "--num-draft-tokens", "many"), "--num-draft-tokens"),
-        (("--speculative", "--prompt-lookup-num-tokens", "3"), "--prompt-lookup-num-tokens"),
-        (("--speculative", "--num-beams", "2"), "--num-beams"),
-        (("--draft-model", "no such model"), "no such model"),
-    ],
-)
-def test_command_line_refuses(monkeypatch, capsys, args, named):
-    code, out, err = run_cli(monkeypatch, capsys, CLI_PROMPT, "--quiet", *args)
-    assert code == 2 and out == ""
-    assert named in err and err.startswith("minigen: ") and err.count("\n") == 1
