@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.harness import SHAPES, Report, load_model, parser, ratio
 from minigen import SpeculationConfig, generate, load
 
-SECONDS = {"quick": 12, "full": 1500}
+SECONDS = {"quick": 6, "full": 1800}
 PROMPT = 128
 STORIES = (
     "Once upon a time/The little fox was hungry./Tom and his sister went to the park./One day, a big storm came./"
