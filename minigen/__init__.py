@@ -1,13 +1,5 @@
 """minigen: GPT-2 inference from scratch in NumPy."""
 
-import os
-
-# OpenBLAS's threads spin for 2**26 ticks of the clock after each product, a tenth of a second in which the next layer
-# needs their cores; with this, they sleep after 2**4. OpenBLAS looks when NumPy is imported, which should therefore not
-# come before minigen: the 124M shape then takes 690 ms for a prompt of 512 tokens instead of 930, and 30 ms for each of
-# the first tokens after it instead of 55.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-
 __version__ = "0.1.0"
 __all__ = [
     "GPT2",
