@@ -61,6 +61,10 @@ class Letters:
     def decode(self, ids):
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
+    def first_difference(self, other):
+        pairs = enumerate(zip(self.pieces, other.pieces, strict=False))
+        return next((token for token, (ours, theirs) in pairs if ours != theirs), None)
+
 
 def as_logits(probabilities_of):
     """A function from ids to logits, float32, made of one to probabilities."""
