@@ -54,6 +54,9 @@ class Letters:
     def encode(self, text):
         return [self.pieces.index(letter) for letter in text]
 
+    def first_difference(self, other):
+        return None
+
     def token_bytes(self, token):
         piece = self.pieces[token]
         return piece if isinstance(piece, bytes) else piece.encode()
