@@ -5,7 +5,7 @@ does produce is found in two ways:
 
 1. As exact probabilities. `Branches` stands in for the noise: at each random choice it follows every outcome, with the
    outcome's probability as its weight. Nothing is random, so the two distributions have to be equal up to rounding.
-2. As 3,000 runs with different seeds and the package's own noise, compared by a chi-square test.
+2. As 6,000 runs with different seeds and the package's own noise, compared by a chi-square test.
 
 The models are `LookupModel`s: functions from the ids so far to logits. That the coupled rule gives the text of plain
 decoding is in test_one_seed.py.
@@ -309,12 +309,11 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
         assert largest_difference(experiment.run(target, draft, sampling, k, rule), expected) < 1e-12
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["defaults", "mix 2"])
+@pytest.mark.parametrize("name, rule", [("defaults", "rejection"), ("mix 2", "rejection"), ("mix 2", "coupled")])
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
-    found = experiment.sample(target, draft, sampling, 2, rule, 3_000)
+    found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
