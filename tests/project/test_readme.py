@@ -41,18 +41,16 @@ def read(page):
 # ---------------------------------------------------------------------------------------- running what a page shows
 
 
-def run_command(arguments, stdin):
-    """Run one command of a pipe in this process; its output goes to sys.stdout and sys.stderr."""
+def run_command(arguments, stdin, last_code):
+    """Run one command of a pipe in this process, and return its exit code; its output goes to stdout and stderr."""
     name, *rest = arguments
     if name in ("python", ".venv/bin/python") and rest[:2] == ["-m", "minigen"]:
         name, rest = "minigen", rest[2:]
     if name == "minigen":
         sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
-        code = main(rest)
-        if code:
-            print(f"exit code {code}")
+        return main(rest)
     elif name == "echo":
-        print(*rest)
+        print(*(str(last_code) if word == "$?" else word for word in rest))
     elif name == "cat":
         print("".join(Path(file).read_text(encoding="utf-8") for file in rest), end="")
     elif name == "diff":
@@ -60,6 +58,7 @@ def run_command(arguments, stdin):
         print("".join(difflib.unified_diff(old, new, *rest)), end="")
     else:
         raise AssertionError(f"{name} is not a command that this test can run: add it, or match it by NOT_RUN")
+    return 0
 
 
 def run_shell(line):
@@ -67,19 +66,20 @@ def run_shell(line):
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|>&;")
     lexer.whitespace_split = True
     screen, stdin, arguments = io.StringIO(), "", []
-    words = [*lexer, "&&"]
+    words, code = [*lexer, ";"], 0
     while words:
         word = words.pop(0)
-        if word not in ("|", ">", "&&"):
+        if word not in ("|", ">", "&&", ";"):
             arguments.append(word)
             continue
-        stdout = screen if word == "&&" else io.StringIO()
+        stdout = screen if word in ("&&", ";") else io.StringIO()
         if not NOT_RUN.search(" ".join(arguments)) and arguments:
             with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(screen):
-                run_command(arguments, stdin)
+                code = run_command(arguments, stdin, code)
         stdin, arguments = stdout.getvalue() if word == "|" else "", []
         if word == ">":
             Path(words.pop(0)).write_text(stdout.getvalue(), encoding="utf-8")
+    assert code == 0, f"{line} ends with exit code {code}: {screen.getvalue()}"
     return screen.getvalue()
 
 
