@@ -209,7 +209,7 @@ class Report:
     """The tables of one benchmark: each is printed as soon as it is measured, and saved with `--json`."""
 
     def __init__(self, title, arguments, seconds):
-        """seconds: {"quick": ..., "full": ...}, what the benchmark took on two cores with its default model."""
+        """seconds: {"quick": ..., "full": ...}, what it takes on two idle cores with its default model, about."""
         self.quick, self.json = arguments.quick, arguments.json
         self.repetitions = arguments.repetitions or (1 if self.quick else arguments.default_repetitions)
         self.figures = {"title": title, "machine": machine(), "notes": [], "tables": []}

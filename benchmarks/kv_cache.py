@@ -20,7 +20,7 @@ import numpy as np
 import minigen
 from benchmarks.harness import Report, checkpoint, load_model, model_of, name_of, parser, random_ids, ratio, timed
 
-SECONDS = {"quick": 8, "full": 240}
+SECONDS = {"quick": 3, "full": 90}
 
 
 def resident():

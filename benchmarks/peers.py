@@ -27,7 +27,7 @@ import minigen
 from benchmarks.harness import Report, checkpoint_of, config_of, count, model_of, name_of, parser, random_ids, ratio
 from benchmarks.startup import FIRST_TOKEN, PROMPT, run_script
 
-SECONDS = {"quick": 60, "full": 240}
+SECONDS = {"quick": 40, "full": 430}
 PAUSE = 0.2  # seconds between engines: the threads of some BLAS libraries keep spinning for 0.12 s after their work
 
 

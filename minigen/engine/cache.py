@@ -80,16 +80,6 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(slots.nbytes for slots in self.keys + self.values)
 
-    def copy(self):
-        """An independent cache with the same contents."""
-        L, (B, H, D, C) = len(self.keys), self.keys[0].shape
-        other = KVCache(L, H, D, C, B, self.window)
-        used = min(self.length.max(initial=0), C)
-        for old, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            new[..., :used] = old[..., :used]
-        other.slot_pos, other.length = self.slot_pos.copy(), self.length.copy()
-        return other
-
     def _oldest_visible(self, query_pos):
         """The first position that a query at `query_pos` attends to."""
         return np.maximum(query_pos - self.window + 1, 0) if self.window else np.zeros_like(query_pos)

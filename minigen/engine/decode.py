@@ -8,6 +8,7 @@ next turn of a session and a saved prompt: keep the common prefix, run the rest.
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class PrefixCache:
     def copy(self):
         """An independent cache with the same contents."""
         other = PrefixCache(self.model, use_cache=self.use_cache)
-        other.kv = self.kv.copy()
+        other.kv = deepcopy(self.kv)
         other.ids = [list(ids) for ids in self.ids]
         other.draft = self.draft and self.draft.copy()
         return other

@@ -67,16 +67,14 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
         drafts = drafter.propose(row, k) if k else []
         draft_seconds = time.perf_counter() - start
         run.hooks.on_draft(row, [draft.token for draft in drafts])
-        logits = run.feed([context + [draft.token for draft in drafts]], n_logits=len(drafts) + 1)[
-            0
-        ]  # [1, T, V] -> [T, V]
+        logits = run.feed([context + [draft.token for draft in drafts]], n_logits=len(drafts) + 1)
         target_seconds = time.perf_counter() - start - draft_seconds
         stats.draft_seconds += draft_seconds
         stats.target_seconds += target_seconds
         stats.target_passes += 1
         stats.drafted += len(drafts)
         n_accepted = 0
-        for row_logits, draft in zip(logits, [*drafts, None], strict=True):
+        for row_logits, draft in zip(logits[0], [*drafts, None], strict=True):  # [1, T, V] -> T x [V]
             p = next_token_probs(row_logits, row.history, run.sampling)
             token, accepted = rule(draft, p, row.noise) if draft else (sample_token(p, row.noise), False)
             run.hooks.on_token(row, row_logits, p, token, draft)
@@ -200,41 +198,48 @@ class AdaptiveDraftLength:
     """num_draft_tokens="auto": the k with the highest predicted throughput, from 0 (plain decoding) to MAX_DRAFT.
 
     If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average (Leviathan
-    et al. 2023, equation 1) and costs k draft steps and one target pass. a and both costs are exponential moving
-    averages of what the rounds measured.
+    et al. 2023, equation 1) and costs k draft steps and one target pass. a is the share of the last accepted drafts,
+    the costs are nearly the lowest that were measured: an interruption makes a pass slower, nothing makes it faster.
     """
 
     MAX_DRAFT = 8
-    EMA_DECAY = 0.9  # weight of the past
-    RETRY_INTERVAL = 32  # rounds of plain decoding after which drafts are tried again
+    MEMORY = 0.95  # weight of what happened one draft earlier
+    RISE = 0.02  # how far a cost follows a measurement that is higher
+    MAX_LOSS = 0.02  # of the time, spent on trying whether drafts pay again
 
     def __init__(self):
-        self.acceptance = 0.7
-        self.draft_seconds = 0.0  # for one token
-        self.target_seconds = {}  # number of drafts -> seconds of the pass that verifies them
-        self.plain_rounds = 0
+        self.accepted, self.examined = 1.4, 2.0  # sums with decaying weights; as if two drafts had been examined
+        self.draft_seconds = None  # for one token
+        self.pass_seconds = {}  # number of drafts -> seconds of the pass that verifies them
+        self.seconds = self.lost = 0.0  # of all rounds; compared with plain decoding, by rounds that did not pay
 
     def choose(self):
         """The number of tokens to propose in the next round."""
-        for first in (0, 4):  # the first two rounds measure a plain step and a round
-            if first not in self.target_seconds:
-                return first
-        known = sorted(self.target_seconds)
-        seconds = np.interp(range(self.MAX_DRAFT + 1), known, [self.target_seconds[k] for k in known])
-        seconds += self.draft_seconds * np.arange(self.MAX_DRAFT + 1)
-        tokens = np.cumsum(self.acceptance ** np.arange(self.MAX_DRAFT + 1))
-        best = int(np.argmax(tokens / seconds))
-        self.plain_rounds = self.plain_rounds + 1 if best == 0 else 0
-        return 4 if best == 0 and self.plain_rounds % self.RETRY_INTERVAL == 0 else best
+        if len(self.pass_seconds) < 2:  # the first two rounds measure a plain step and a round
+            return 2 * len(self.pass_seconds)
+        k = np.arange(self.MAX_DRAFT + 1)
+        known = sorted(self.pass_seconds)
+        seconds = np.interp(k, known, [self.pass_seconds[n] for n in known]) + k * self.draft_seconds
+        best = int(np.argmax(np.cumsum((self.accepted / self.examined) ** k) / seconds))
+        if best == 0:
+            return int(self.lost + seconds[1] - seconds[0] < self.MAX_LOSS * self.seconds)
+        return best
 
-    def record(self, drafted, accepted, draft_seconds, target_seconds):
+    def record(self, drafted, accepted, draft_seconds, pass_seconds):
         """Learn from a round."""
 
-        def ema(old, new):
-            return new if old is None else self.EMA_DECAY * old + (1 - self.EMA_DECAY) * new
+        def cost(old, new):
+            return new if old is None else min(new, old + self.RISE * (new - old))
 
-        self.target_seconds[drafted] = ema(self.target_seconds.get(drafted), target_seconds)
+        self.pass_seconds[drafted] = cost(self.pass_seconds.get(drafted), pass_seconds)
+        # A pass over fewer tokens does not cost more.
+        plain_seconds = min(self.pass_seconds.values())
+        if 0 in self.pass_seconds:
+            self.pass_seconds[0] = plain_seconds
+        self.seconds += draft_seconds + pass_seconds
         if drafted:
-            self.draft_seconds = ema(self.draft_seconds or None, draft_seconds / drafted)
-        for was_accepted in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self.acceptance = ema(self.acceptance, was_accepted)
+            self.draft_seconds = cost(self.draft_seconds, draft_seconds / drafted)
+            self.lost = max(0.0, self.lost + draft_seconds + pass_seconds - (accepted + 1) * plain_seconds)
+        for was_accepted in [1] * accepted + [0] * (accepted < drafted):
+            self.accepted = self.MEMORY * self.accepted + was_accepted
+            self.examined = self.MEMORY * self.examined + 1

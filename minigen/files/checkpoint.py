@@ -6,6 +6,7 @@ tensors' bytes. It is read here rather than by the safetensors library because N
 has no bfloat16, and to read each tensor straight into the array in which it stays.
 """
 
+import errno
 import json
 import math
 import os
@@ -35,9 +36,11 @@ def is_file(path):
     """Whether there is a file at `path`. Raises OSError if that cannot be told, as in a folder without permission."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+    except ValueError:  # a name that no file can have
         return False
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return False
         raise OSError(f"cannot read {path}: {error.strerror}") from error
 
 

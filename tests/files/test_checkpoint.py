@@ -812,7 +812,9 @@ def test_a_single_file_goes_before_shards(tmp_path, plain):
     assert_same_logits(both, folder)
 
 
-@pytest.mark.parametrize("name", ["../outside", "sub/../../outside", "sub/inside", "ABSOLUTE", "..", ".", "", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "sub/../../outside", "sub/inside", "ABSOLUTE", "..", ".", "", "a\0b", "9" * 5000]
+)
 def test_an_index_that_leaves_the_folder_is_refused(tmp_path, plain, name):
     _, config, params = plain
     folder = write_checkpoint(tmp_path / "checkpoint", config, params, shards=2)
@@ -825,7 +827,7 @@ def test_an_index_that_leaves_the_folder_is_refused(tmp_path, plain, name):
     index["weight_map"] = {key: name if value == first.name else value for key, value in index["weight_map"].items()}
     (folder / INDEX).write_text(json.dumps(index))
     first.unlink()
-    refused(lambda: read(folder), INDEX)
+    assert len(refused(lambda: read(folder), INDEX)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ logits.npz: per case
   <case>/argmax     int64 [200]
   <case>/greedy     int64 [100]        greedy continuation of the first 20 ids of the prompt
   <case>/margins    float32 [100]      best logit minus second best at each of those steps
-Random weights are never stored: tests.oracles.tiny.random_params makes them anew from the seed; `fingerprint` tells if it does.
+Random weights are not stored: tests.oracles.tiny.random_params makes them from the seed; `fingerprint` checks it.
 """
 
 import json

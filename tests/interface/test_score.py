@@ -13,7 +13,8 @@ import pytest
 import minigen
 from minigen.command.main import main
 from tests.golden.make_score import STRIDES, TALES, TINY, TINY_SEED, TINY_STD
-from tests.oracles.models import StandIn, gpt2, tiny_model
+from tests.oracles.lookup import LookupModel
+from tests.oracles.models import gpt2, tiny_model
 from tests.oracles.reference import log_softmax, reference_logits
 from tests.oracles.tiny import random_params, tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
@@ -71,7 +72,7 @@ def test_each_token_is_scored_by_the_first_window_that_reaches_it(stride, golden
     assert score.perplexity == pytest.approx(math.exp(-sum(scored) / len(scored)), rel=1e-4)
 
 
-class Counting(StandIn):
+class Counting(LookupModel):
     """A model in which the log-probability of token 0 is minus the number of tokens seen before it."""
 
     most_logits = 0
