@@ -51,7 +51,7 @@ class Letters:
         self.pieces = [chr(ord("a") + i) for i in range(pieces)] if isinstance(pieces, int) else pieces
         self.n_vocab = len(self.pieces)
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         return [self.pieces.index(letter) for letter in text]
 
     def first_difference(self, other):
