@@ -8,7 +8,7 @@
 import numpy as np
 
 from benchmarks.harness import Report, parser
-from minigen import History, SamplingConfig, draw, probs
+from minigen import History, Noise, SamplingConfig, next_token_probs, sample_token
 
 SECONDS = {"quick": 1, "full": 3}
 V = 50257
@@ -38,12 +38,13 @@ def main(arguments=None):
     flat = rng.standard_normal(V).astype(np.float32)
     likely = 3 * flat
     likely[rng.integers(0, V, 5)] += np.float32([14, 13, 13, 12, 11])
+    noise = Noise(seed=0, number=0, position=500)
     history = History(rng.integers(0, 5000, 500).tolist(), 300)
 
     for kind, logits in (("likely", likely), ("flat", flat)):
 
         def distribution(case, logits=logits):
-            return probs(logits, history, SamplingConfig(**CASES[case]))
+            return next_token_probs(logits, history, SamplingConfig(**CASES[case]))
 
         def extra(case, _, distribution=distribution):
             return {"tokens kept": int(np.count_nonzero(distribution(case)))}
@@ -54,7 +55,7 @@ def main(arguments=None):
                 f"A token takes {timings[DEFAULT].median:.2f} ms at the default options, {plain:.2f} without a filter."
             )
 
-        cases = {case: lambda case=case, p=distribution: draw(p(case), rng) for case in CASES}
+        cases = {case: lambda case=case, p=distribution: sample_token(p(case), noise) for case in CASES}
         report.table(f"{kind} logits", cases, shows, extra, idea="sampling" if kind == "likely" else None)
 
 

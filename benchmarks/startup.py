@@ -74,9 +74,7 @@ def main(arguments=None):
 
         def shows(timings):
             seconds, (*_, peak) = timings["first token"].median / 1000, median()
-            return (
-                f"The first token comes after {seconds:.2f} s; at most {peak / weights:.2f} times the weights are held."
-            )
+            return f"The first token comes after {seconds:.2f} s; the peak is {peak / weights:.2f} times the weights."
 
         report.table("Start of a process", {"first token": first_token}, shows, extra, idea="start")
 

@@ -1,11 +1,6 @@
 """minigen: GPT-2 inference from scratch in NumPy."""
 
-import os
 from typing import TYPE_CHECKING
-
-# OpenBLAS's threads spin for 2**26 clock ticks after each product, a tenth of a second in which the next layer needs
-# their cores; with this, they sleep after 2**4. OpenBLAS reads it when NumPy is imported, so import minigen first.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,19 +3,19 @@
 import math
 import os
 import time
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for
+from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for, single_threaded_blas
 from minigen.engine.validation import require
 
 
 class Weight(NamedTuple):
     """A matrix [n_in, n_out] in the layout chosen by `pack_weight`."""
 
-    n_out: int
+    shape: tuple[int, int]  # n_in, n_out
     dense: np.ndarray | None  # [n_in, n_out]; None in layout "column_blocks"
     blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one padded with zeros; None in layout "unblocked"
 
@@ -23,10 +23,15 @@ class Weight(NamedTuple):
 def linear(x, weight, bias=None):
     """x @ weight + bias. x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out]."""
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
-    y = _matmul(rows, weight)
-    if bias is not None:
-        y += bias
-    return y.reshape(*x.shape[:-1], weight.n_out)  # [rows, n_out] -> [..., n_out]
+    y = np.empty((len(rows), weight.shape[1]), np.float32)
+
+    def compute(outputs):
+        _matmul(rows, weight, outputs, out=y[:, outputs])
+        if bias is not None:
+            y[:, outputs] += bias[outputs]
+
+    _parallel_for_outputs(compute, weight, len(rows))
+    return y.reshape(*x.shape[:-1], weight.shape[1])  # [rows, n_out] -> [..., n_out]
 
 
 def embed(ids, weight):
@@ -69,18 +74,36 @@ DENSE_MIN_ROWS = 32
 ROWWISE_MAX_ROWS = 5
 
 
-def _matmul(rows, weight):
-    """rows @ weight by the fastest path for this number of rows. [rows, n_in] @ [n_in, n_out] -> [rows, n_out]"""
+def _parallel_for_outputs(compute, weight, n_rows):
+    """Call compute(outputs) for slices that together are all outputs of a weight, on all threads."""
+    n_in, n_out = weight.shape
+    if n_in * n_out * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS:
+        compute(slice(0, n_out))
+        return
+    width = 1 if weight.blocks is None else weight.blocks.shape[2]
+    n_blocks = -(-n_out // width)
+    # One slice per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the
+    # product: if another program uses one of the cores, the thread on the other core computes more slices.
+    n_slices = THREADS if n_rows < DENSE_MIN_ROWS else 2 * THREADS
+    bounds = [n_blocks * i // n_slices * width for i in range(n_slices)] + [n_out]
+    parallel_for(lambda index: compute(slice(bounds[index], bounds[index + 1])), n_slices)
+
+
+def _matmul(rows, weight, outputs, out):
+    """out[:] = rows @ weight[:, outputs], by the fastest path for this number of rows."""
     if weight.dense is None or (weight.blocks is not None and 1 < len(rows) < DENSE_MIN_ROWS):
-        return _blocked_matmul(rows, weight.blocks)[:, : weight.n_out]
-    if weight.blocks is None and len(rows) < ROWWISE_MAX_ROWS:
-        return _rowwise_matmul(rows, weight.dense)
-    return rows @ weight.dense
+        width = weight.blocks.shape[2]
+        blocks = weight.blocks[outputs.start // width : -(-outputs.stop // width)]
+        out[:] = _blocked_matmul(rows, blocks)[:, : out.shape[1]]
+    elif len(rows) < ROWWISE_MAX_ROWS:
+        _rowwise_matmul(rows, weight.dense[:, outputs], out)
+    else:
+        np.matmul(rows, weight.dense[:, outputs], out=out)
 
 
-def _rowwise_matmul(rows, dense):
-    """One matrix-vector product per row, which BLAS does not pack. [rows, n_in] @ [n_in, n_out] -> [rows, n_out]"""
-    return (rows[:, None] @ dense)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out] -> [rows, n_out]
+def _rowwise_matmul(rows, dense, out):
+    """out[:] = rows @ dense by one matrix-vector product per row, which BLAS does not pack."""
+    np.matmul(rows[:, None], dense, out=out[:, None])  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
 
 
 def _blocked_matmul(rows, blocks):
@@ -90,22 +113,14 @@ def _blocked_matmul(rows, blocks):
     """
     n_blocks, n_in, width = blocks.shape
     n_chunks = -(-len(rows) // max(2, min(BLOCK_MAX_ROWS, UNPACKED_MAX_MULTIPLIES // (n_in * width))))
-    # At least two rows, one of them padding: for a single row BLAS would wake its own threads, once per block.
-    chunk = max(2, -(-len(rows) // n_chunks))
+    chunk = max(2, -(-len(rows) // n_chunks))  # a chunk of one row would be a matrix-vector product
     chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
     chunks[: len(rows)] = rows
     chunks = chunks.reshape(n_chunks, chunk, n_in)
     y = np.empty((n_chunks, chunk, n_blocks, width), np.float32)
     by_block = y.transpose(2, 0, 1, 3)  # [n_chunks, chunk, n_blocks, width] -> [n_blocks, n_chunks, chunk, width]
-    # One span of blocks per thread: each handover of the GIL between threads costs 40 microseconds.
-    n_spans = min(THREADS, n_blocks) if blocks.size >= PARALLEL_MIN_ELEMENTS else 1
-
-    def multiply(index):
-        span = slice(n_blocks * index // n_spans, n_blocks * (index + 1) // n_spans)
-        # NumPy multiplies all chunks by one block before the next, so each block is read from memory once.
-        np.matmul(chunks, blocks[span, None], out=by_block[span])
-
-    parallel_for(multiply, n_spans)
+    # NumPy multiplies all chunks by one block before the next, so each block is read from memory once.
+    np.matmul(chunks, blocks[:, None], out=by_block)
     # [n_chunks, chunk, n_blocks, width] -> [rows, n_blocks * width]
     return y.reshape(n_chunks * chunk, n_blocks * width)[: len(rows)]
 
@@ -114,6 +129,7 @@ def _blocked_matmul(rows, blocks):
 
 # MINIGEN_LINEAR -> layout. In "row_blocks" the n_in weights of an output are contiguous, as in the rows of [out, in],
 # which most libraries store; in "column_blocks" a block's weights for one input are, as in GPT-2's files.
+COPY_ROWS = 128
 LAYOUTS = {"plain": "unblocked", "rows": "row_blocks", "columns": "column_blocks"}
 
 
@@ -124,30 +140,35 @@ def pack_weight(weight, layout=None):
     fastest on this machine, which the first call measures. Raises ValueError if MINIGEN_LINEAR has an invalid value.
     """
     layout = layout or _choose_layout()
-    return Weight(weight.shape[1], weight, None) if layout == "unblocked" else _to_blocks(weight, layout)
+    return Weight(weight.shape, weight, None) if layout == "unblocked" else _to_blocks(weight, layout)
 
 
 def _to_blocks(weight, layout):
-    """Copy a matrix into blocks of columns. [n_in, n_out] -> [n_blocks, n_in, width]"""
+    """Copy a matrix [n_in, n_out] into blocks of columns, [n_blocks, n_in, width]."""
     n_in, n_out = weight.shape
     width = next((width for width in (64, 32) if width * n_in * BLOCK_MAX_ROWS // 2 <= UNPACKED_MAX_MULTIPLIES), 16)
     n_blocks = -(-n_out // width)
+    # Not np.zeros, whose memory does not get huge pages: products with it take 5 % longer.
     if layout == "row_blocks":
         transposed = np.empty((n_blocks * width, n_in), np.float32)
         # [n_blocks * width, n_in] -> [n_blocks, n_in, width]
-        blocks = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2)
-        dense = transposed[:n_out].T
+        blocks, dense = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2), transposed[:n_out].T
     else:
-        blocks = np.empty((n_blocks, n_in, width), np.float32)
-        dense = None
+        blocks, dense = np.empty((n_blocks, n_in, width), np.float32), None
 
-    def fill(index):
-        columns = weight[:, index * width : (index + 1) * width]
-        blocks[index, :, : columns.shape[1]] = columns
-        blocks[index, :, columns.shape[1] :] = 0
+    # A copy that transposes reads whole cache lines if it takes a few rows at a time: 1.7 ns per value instead of 5.
+    def copy(index):
+        rows = slice(index * COPY_ROWS, (index + 1) * COPY_ROWS)
+        if dense is not None:
+            dense[rows] = weight[rows]
+        else:
+            for i in range(n_blocks):
+                columns = weight[rows, i * width : (i + 1) * width]
+                blocks[i, rows, : columns.shape[1]] = columns
 
-    parallel_for(fill, n_blocks)
-    return Weight(n_out, dense, blocks)
+    parallel_for(copy, -(-n_in // COPY_ROWS))
+    blocks[-1, :, width - (n_blocks * width - n_out) :] = 0
+    return Weight(weight.shape, dense, blocks)
 
 
 @cache
@@ -161,18 +182,15 @@ def _choose_layout():
     weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
     # Four rows, as in beam search and speculation. With eight, dense products and blocks can be within 10 % of each
     # other if these 8 MB stay in a shared cache, although blocks are twice as fast in a model, read from memory.
-    rows = np.ones((4, 1024), np.float32)
-    candidates = {
-        layout: partial(_blocked_matmul, rows, _to_blocks(weight, layout).blocks)
-        for layout in ("row_blocks", "column_blocks")
-    }
-    candidates["unblocked"] = partial(_rowwise_matmul, rows, weight)
-    seconds = dict.fromkeys(candidates, math.inf)
-    for _ in range(20):  # enough for a moment in which both cores are free
-        for layout, call in candidates.items():
-            start = time.perf_counter()
-            call()
-            seconds[layout] = min(seconds[layout], time.perf_counter() - start)
+    rows, out = np.ones((4, 1024), np.float32), np.empty((4, 2048), np.float32)
+    packed = {layout: pack_weight(weight, layout) for layout in LAYOUTS.values()}
+    seconds = dict.fromkeys(packed, math.inf)
+    with single_threaded_blas():
+        for _ in range(6):
+            for layout in packed:
+                start = time.thread_time()  # this thread's processor time, whatever other programs run
+                _matmul(rows, packed[layout], slice(0, 2048), out)
+                seconds[layout] = min(seconds[layout], time.thread_time() - start)
     # Require a clear margin, so that near-ties resolve the same way every run: the layouts add up in different orders,
     # so their results differ in the last bits.
     best = "column_blocks" if seconds["column_blocks"] < 0.75 * seconds["row_blocks"] else "row_blocks"

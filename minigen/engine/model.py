@@ -18,7 +18,8 @@ import numpy as np
 
 from minigen.engine.cache import KVCache
 from minigen.engine.linear import embed, linear, pack_weight
-from minigen.engine.ops import ACTIVATIONS, attention, elementwise, layer_norm
+from minigen.engine.ops import ACTIVATIONS, attention, layer_norm, rowwise
+from minigen.engine.parallel import single_threaded_blas
 from minigen.engine.validation import is_int, is_number, require, short_repr
 
 
@@ -36,7 +37,8 @@ class Block:
         self.scale = np.float32(scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale)
 
     def norm(self, name, x):
-        return layer_norm(x, self.params[f"{name}.weight"], self.params[f"{name}.bias"], self.eps)
+        weight, bias = self.params[f"{name}.weight"], self.params[f"{name}.bias"]
+        return rowwise(lambda rows: layer_norm(rows, weight, bias, self.eps), x)
 
     def linear(self, name, x):
         return linear(x, self.params[f"{name}.weight"], self.params[f"{name}.bias"])
@@ -55,7 +57,8 @@ class Block:
     def mlp(self, x):
         """Two linear layers with the activation in between. [B, T, E] -> [B, T, E]"""
         hidden = self.linear("mlp.c_fc", self.norm("ln_2", x))  # [B, T, E] -> [B, T, n_inner]
-        return self.linear("mlp.c_proj", elementwise(self.activation, hidden))  # [B, T, n_inner] -> [B, T, E]
+        hidden = rowwise(self.activation, hidden, out=hidden)
+        return self.linear("mlp.c_proj", hidden)  # [B, T, n_inner] -> [B, T, E]
 
 
 class GPT2:
@@ -95,6 +98,7 @@ class GPT2:
         capacity = config.n_positions if capacity is None else capacity
         return KVCache(config.n_layer, config.n_head, config.d_head, capacity, batch, window)
 
+    @single_threaded_blas()
     def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
         """Next-token logits for each input position.
 

@@ -38,8 +38,9 @@ def gelu_new(x):
     It differs from the exact `gelu` by up to 4.7e-4, which is enough to change greedy tokens, so each checkpoint gets
     the one that its config names.
     """
-    # x * x * x, because np.power takes a hundred times as long.
-    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * (x * x * x))))
+    # sqrt(2 / pi) * (x + 0.044715 * x ** 3), factored: fewer passes over x, and np.power takes a hundred times as long.
+    scale = np.float32(np.sqrt(2 / np.pi))
+    return 0.5 * x * (1 + np.tanh(x * (scale + np.float32(0.044715) * scale * (x * x))))
 
 
 def erf(x):
@@ -74,20 +75,6 @@ ACTIVATIONS = {
 }
 
 
-def elementwise(function, x):
-    """function(x) for a function of single values; a large x is overwritten, chunk by chunk, on all threads."""
-    if x.size <= CHUNK_ELEMENTS:
-        return function(x)
-    values = x.reshape(-1)
-
-    def apply(index):
-        chunk = values[index * CHUNK_ELEMENTS : (index + 1) * CHUNK_ELEMENTS]
-        chunk[:] = function(chunk)
-
-    parallel_for(apply, -(-x.size // CHUNK_ELEMENTS))
-    return values.reshape(x.shape)
-
-
 # ---- softmax and layer norm --------------------------------------------------------------------------------------
 
 
@@ -111,7 +98,7 @@ def layer_norm(x, weight, bias, eps):
     # Sums, because ndarray.mean takes longer to start than to add up the values of one token.
     E = np.float32(x.shape[-1])
     x = x - x.sum(axis=-1, keepdims=True) / E
-    variance = (x * x).sum(axis=-1, keepdims=True) / E
+    variance = np.einsum("...e,...e->...", x, x)[..., None] / E
     x /= np.sqrt(variance + np.float32(eps))
     x *= weight
     x += bias
@@ -168,3 +155,25 @@ def attention(q, keys, values, scale, mask=None):
 
     parallel_for(attend, len(tasks))
     return result
+
+
+# ---- functions of many rows --------------------------------------------------------------------------------------
+
+
+def rowwise(function, x, out=None):
+    """function(x) for a function that treats each row of x alone, [..., E] -> [..., E].
+
+    If x is large, in chunks that stay in a core's cache, on all threads, and written to `out`, which may be x itself.
+    """
+    if x.size <= CHUNK_ELEMENTS:
+        return function(x)
+    out = np.empty_like(x) if out is None else out
+    rows, out_rows = x.reshape(-1, x.shape[-1]), out.reshape(-1, x.shape[-1])  # [..., E] -> [rows, E]
+    n_chunks = -(-x.size // CHUNK_ELEMENTS)
+
+    def apply(index):
+        chunk = slice(len(rows) * index // n_chunks, len(rows) * (index + 1) // n_chunks)
+        out_rows[chunk] = function(rows[chunk])
+
+    parallel_for(apply, n_chunks)
+    return out_rows.reshape(x.shape)

@@ -1,8 +1,10 @@
-"""A small thread pool: parallel_for over a shared work queue."""
+"""A small thread pool: parallel_for over a shared work queue, and BLAS without threads of its own."""
 
 import os
 import threading
 from collections import deque
+from contextlib import contextmanager
+from functools import cache
 from queue import SimpleQueue
 
 
@@ -20,12 +22,13 @@ THREADS = min(_number_of_threads(), 8)
 # Fewer weights, or keys and values, than this are read sooner than a second thread wakes (about 40 microseconds).
 PARALLEL_MIN_ELEMENTS = 2**20
 _jobs = None  # the queue that the workers wait on; None until first use, and again in a forked child
+_blas_lock, _blas_users, _blas_threads = threading.Lock(), 0, []
 
 
 def _forget_workers():
     """Start over in a forked child, which inherits this module's variables but no threads."""
-    global _jobs
-    _jobs = None
+    global _jobs, _blas_lock
+    _jobs, _blas_lock = None, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -84,3 +87,35 @@ def parallel_for(task, n):
     for error in [finished.get() for _ in range(n)]:
         if error is not None:
             raise error
+
+
+@cache
+def _blas_libraries():
+    """The BLAS libraries of this process, as threadpoolctl's controllers."""
+    from threadpoolctl import ThreadpoolController  # 20 ms that no import of minigen should take
+
+    return ThreadpoolController().select(user_api="blas").lib_controllers
+
+
+@contextmanager
+def single_threaded_blas():
+    """Meanwhile, BLAS computes each product on the thread that calls it; the pool above has one for each core.
+
+    BLAS's own threads wait for each other in every product, and so for any other program that has one of the cores.
+    The setting is the whole process's: the last of several users that overlap restores what the first one found.
+    """
+    global _blas_users
+    with _blas_lock:
+        if _blas_users == 0:
+            _blas_threads[:] = [library.get_num_threads() for library in _blas_libraries()]
+            for library in _blas_libraries():
+                library.set_num_threads(1)
+        _blas_users += 1
+    try:
+        yield
+    finally:
+        with _blas_lock:
+            _blas_users -= 1
+            if _blas_users == 0:
+                for library, n_threads in zip(_blas_libraries(), _blas_threads, strict=True):
+                    library.set_num_threads(n_threads)

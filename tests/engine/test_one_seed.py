@@ -195,7 +195,7 @@ def check_bundled_pair(seeds, n, path, at_most):
 
 
 def test_the_bundled_pair_differs_only_at_near_ties(tmp_path):
-    check_bundled_pair([0], 20, tmp_path / "prompt", at_most=1)
+    check_bundled_pair([0], 12, tmp_path / "prompt", at_most=1)
 
 
 @pytest.mark.slow

@@ -309,8 +309,7 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
         assert largest_difference(experiment.run(target, draft, sampling, k, rule), expected) < 1e-12
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["defaults", "mix 2"])
+@pytest.mark.parametrize("name, rule", [("defaults", "rejection"), ("mix 2", "rejection"), ("mix 2", "coupled")])
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
@@ -453,7 +452,7 @@ def test_acceptance_of_each_rule(rule):
     p, q = np.array([0.1, 0.3, 0.4, 0.2]), np.array([0.6, 0.25, 0.05, 0.1])
     ratio = np.maximum(p / p[:, None], q / q[:, None])
     expected = np.minimum(p, q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
-    n, counts, n_accepted = 20_000, Counter(), 0
+    n, counts, n_accepted = 8_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
         draft = Draft(speculative.sample_token(q, noise), q)
@@ -530,11 +529,10 @@ def test_coupled_is_the_targets_own_draw():
             assert token == speculative.sample_token(P, noise) and accepted == (token == proposed)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_acceptance_on_the_bundled_pair(pair, rule):
+def test_acceptance_on_the_bundled_pair(pair):
     # Of the first draft at temperature 0.7 and top-p 0.9, at 600 places of 12 texts; 0.656 and 0.694 on 20,000.
     (model, tokenizer), draft = pair
-    (sampling, *_), n, n_accepted = api.check_options({}), 0, 0
+    (sampling, *_), accepted = api.check_options({}), Counter()
     for seed in range(12):
         text = generate_one(model, tokenizer, STORY[: 20 + 10 * seed], max_tokens=50, seed=seed, ignore_eos=True)
         prompt = tokenizer.encode(STORY[: 20 + 10 * seed])
@@ -543,10 +541,10 @@ def test_acceptance_on_the_bundled_pair(pair, rule):
         for end in range(len(prompt), len(ids)):
             history, noise = History(ids[:end], len(prompt)), Noise(seed + 1000, 0, end)
             p, q = (next_token_probs(logits[end - 1], history, sampling) for logits in (ours, theirs))
-            n_accepted += RULES[rule](Draft(speculative.sample_token(q, noise), q), p, noise)[1]
-            n += 1
-    expected = dict(coupled=0.656, rejection=0.694)[rule]
-    assert n == 600 and abs(n_accepted / n - expected) < 0.06
+            proposed = Draft(speculative.sample_token(q, noise), q)
+            accepted.update(name for name, rule in RULES.items() if rule(proposed, p, noise)[1])
+    for rule, expected in (("coupled", 0.656), ("rejection", 0.694)):
+        assert abs(accepted[rule] / 600 - expected) < 0.06
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -582,7 +580,7 @@ def test_greedy_equals_plain_decoding(pair, rule):
     (model, tokenizer), draft = pair
     ids = tokenizer.encode(STORY)
     accepted, ties = Counter(), 0
-    for n in range(8):
+    for n in range(5):
         prompt, options = ids[9 * n : 12 * n + 2], dict(temperature=0, max_tokens=12, ignore_eos=n % 2 == 0)
         plain = generate_one(model, tokenizer, prompt, **options)
         for name, drafter in {
@@ -597,7 +595,7 @@ def test_greedy_equals_plain_decoding(pair, rule):
                 assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
                 ties += 1
     assert ties <= 1
-    assert accepted["itself"] > 50 and accepted["distilled"] > 30
+    assert accepted["itself"] > 30 and accepted["distilled"] > 18
 
 
 def test_logprobs_are_those_of_plain_decoding():
@@ -619,8 +617,8 @@ def test_logprobs_are_those_of_plain_decoding():
 def assert_equals_cold_prefill(model, cache, ids):
     """The cache holds exactly ids, as a new cache that is given them at once does."""
     fresh = model.new_cache(1, cache.capacity, cache.window)
-    for token in ids:
-        model.forward([[token]], fresh)
+    for chunk in [ids] if cache.window is None else [[token] for token in ids]:
+        model.forward([chunk], fresh)
     assert cache.length.tolist() == [len(ids)] and cache.slot_pos.max() == len(ids) - 1
     first_seen = 0 if cache.window is None else max(len(ids) - cache.window + 1, 0)  # by the next token
     positions = np.arange(first_seen, len(ids))
@@ -674,12 +672,12 @@ def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
     """X04: only the rate of acceptance tells that a cache is wrong."""
     model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
     for k in (1, 4):
-        rounds = Rounds(model, model, [3, 1, 4, 1], k, rule, max_tokens=31, seed=3, **options)
+        rounds = Rounds(model, model, [3, 1, 4, 1], k, rule, max_tokens=21, seed=3, **options)
         assert all(n_out == n_drafts + 1 for n_drafts, n_out in rounds.results)
         if "context_shift" not in options:
             assert all(n_drafts == k for n_drafts, _ in rounds.results[:-1])
         stats = rounds.row.speculation
-        assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) > 10
+        assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
 
 
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
@@ -688,7 +686,7 @@ def test_caches_after_each_round_of_an_ordinary_draft(rule, options):
     model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
     rng = np.random.default_rng(1)
     params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
-    rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, rule, max_tokens=50, seed=3, **options)
+    rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, rule, max_tokens=30, seed=3, **options)
     assert len({n_out for _, n_out in rounds.results}) >= 3  # rejections at several places
 
 
@@ -833,11 +831,11 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 20, 400])
+@pytest.mark.parametrize("window", [1, 7, 400])
 def test_window_together_with_speculation(window):
     model, other = text_model(8, 1), text_model(8, 2)
     prompt = [n % 8 for n in range(90)]  # longer than the ring for most of these
-    options = dict(prompt=prompt, max_tokens=80, window=window)
+    options = dict(prompt=prompt, max_tokens=40, window=window)
     plain = check_ends(model, (model, half_right(model), other), **options)
     del options["prompt"]
     letters = Letters(8)
@@ -852,7 +850,7 @@ def test_window_together_with_speculation(window):
 @pytest.mark.parametrize("window", [None, 6])
 def test_context_shift_together_with_speculation(window, keep):
     model, short = (text_model(8, 1, n_positions=n) for n in (16, 11))
-    for n_prompt in (1, 16, 30):
+    for n_prompt in (1, 30):
         options = dict(prompt=[n % 8 for n in range(n_prompt)], max_tokens=30, context_shift=True, keep=keep)
         options |= dict(window=window, repetition_penalty=1.2, frequency_penalty=0.1)
         plain = check_ends(model, (model, half_right(model), short), **options)

@@ -39,7 +39,7 @@ class LookupModel(GPT2):
             if last >= 0:
                 seen = slice(None) if plan.mask is None else plan.mask[row, 0, t]
                 order = places[row, seen].argsort()
-                assert (np.diff(places[row, seen][order], append=last + 1) == 1).all()
+                assert (places[row, seen][order] == np.arange(last + 1 - len(order), last + 1)).all()
                 logits[row, t] = self.logits_of(tuple(held[row, seen][order].astype(int).tolist()))
         return logits[:, -1] if last_only else logits
 
@@ -51,7 +51,7 @@ class Letters:
         self.pieces = [chr(ord("a") + i) for i in range(pieces)] if isinstance(pieces, int) else pieces
         self.n_vocab = len(self.pieces)
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, **_):
         return [self.pieces.index(letter) for letter in text]
 
     def first_difference(self, other):

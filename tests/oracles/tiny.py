@@ -85,7 +85,7 @@ def as_stored(model) -> dict[str, np.ndarray]:
     params = {}
     for name, value in model.params.items():
         if not isinstance(value, np.ndarray):
-            value = value.dense if value.blocks is None else np.concatenate(list(value.blocks), 1)[:, : value.n_out]
+            value = value.dense if value.blocks is None else np.concatenate(list(value.blocks), 1)[:, : value.shape[1]]
             value = value.T if name in ("wte.weight", "lm_head.weight") else value
         params[name] = value
     return params

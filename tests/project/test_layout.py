@@ -29,7 +29,7 @@ ALLOWED = {
     "__main__": ("command",),
     "__init__": (*BELOW_API, "api", "tracing", "session", "scoring"),
 }
-DEPENDENCIES = {"numpy", "safetensors", "tiktoken", "huggingface_hub"}
+DEPENDENCIES = {"numpy", "safetensors", "threadpoolctl", "tiktoken", "huggingface_hub"}
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -65,7 +65,7 @@ def other_imports(path):
 def test_each_folder_imports_only_what_it_may(name):
     part = name.removesuffix(".py").partition("/")[0]
     assert set(package_imports(SOURCES[name])) <= set(ALLOWED[part])
-    allowed = {"numpy"} if part == "engine" else DEPENDENCIES
+    allowed = {"numpy", "threadpoolctl"} if part == "engine" else DEPENDENCIES
     assert other_imports(SOURCES[name]) - set(sys.stdlib_module_names) <= allowed
 
 

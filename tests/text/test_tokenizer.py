@@ -728,18 +728,10 @@ def test_tokenizer_json_alone(tmp_path, golden, no_network, spelling):
     (tmp_path / "tokenizer.json").write_bytes(json.dumps(content, ensure_ascii=False).encode())
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.special_ids == dict(added) and tokenizer.n_vocab == 4097
-    for text, ids in zip(STRINGS[::5], golden["fairytale"], strict=True):
+    for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::10]:
         assert tokenizer.encode(text) == ids, repr(text)
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("<|pad|>") == [4096]
-
-
-def test_tokenizer_json_with_the_vocabulary_of_gpt2(tmp_path, golden, no_network):
-    vocab, merges = vocab_and_merges(GPT2)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(vocab, merges, [(END, END_ID)])))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[::7]:
-        assert tokenizer.encode(text) == ids, repr(text)
 
 
 def test_tokenizer_json_need_not_say_what_is_usual(tmp_path):
@@ -987,12 +979,6 @@ places = st.lists(st.integers(0, 24), max_size=12)
 def test_any_bytes_in_any_pieces(data, where):
     """T01: characters broken between tokens."""
     check_utf8_stream(shorten(data, where))
-
-
-@many
-@given(nasty_bytes)
-def test_any_bytes_one_at_a_time(data):
-    check_utf8_stream([data[i : i + 1] for i in range(len(data))])
 
 
 def test_every_way_to_cut_a_few_characters():
