@@ -25,10 +25,11 @@ def linear(x, weight, bias=None):
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
     y = np.empty((len(rows), weight.shape[1]), np.float32)
 
-    def compute(outputs):
-        _matmul(rows, weight, outputs, out=y[:, outputs])
+    def compute(outputs, weight):
+        y_part = y[:, outputs]
+        _matmul(rows, weight, out=y_part)
         if bias is not None:
-            y[:, outputs] += bias[outputs]
+            y_part += bias[outputs]
 
     _parallel_for_outputs(compute, weight, len(rows))
     return y.reshape(*x.shape[:-1], weight.shape[1])  # [rows, n_out] -> [..., n_out]
@@ -75,30 +76,35 @@ ROWWISE_MAX_ROWS = 5
 
 
 def _parallel_for_outputs(compute, weight, n_rows):
-    """Call compute(outputs) for slices that together are all outputs of a weight, on all threads."""
+    """Call compute(outputs, weight[:, outputs]) for slices that together are all outputs, on all threads."""
     n_in, n_out = weight.shape
     if n_in * n_out * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS:
-        compute(slice(0, n_out))
+        compute(slice(None), weight)
         return
     width = 1 if weight.blocks is None else weight.blocks.shape[2]
     n_blocks = -(-n_out // width)
     # One slice per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the
     # product: if another program uses one of the cores, the thread on the other core computes more slices.
     n_slices = THREADS if n_rows < DENSE_MIN_ROWS else 2 * THREADS
-    bounds = [n_blocks * i // n_slices * width for i in range(n_slices)] + [n_out]
-    parallel_for(lambda index: compute(slice(bounds[index], bounds[index + 1])), n_slices)
+
+    def compute_slice(index):
+        first, last = n_blocks * index // n_slices, n_blocks * (index + 1) // n_slices
+        outputs = slice(first * width, min(last * width, n_out))
+        dense = None if weight.dense is None else weight.dense[:, outputs]
+        blocks = None if weight.blocks is None else weight.blocks[first:last]
+        compute(outputs, Weight((n_in, outputs.stop - outputs.start), dense, blocks))
+
+    parallel_for(compute_slice, n_slices)
 
 
-def _matmul(rows, weight, outputs, out):
-    """out[:] = rows @ weight[:, outputs], by the fastest path for this number of rows."""
+def _matmul(rows, weight, out):
+    """out[:] = rows @ weight, by the fastest path for this number of rows."""
     if weight.dense is None or (weight.blocks is not None and 1 < len(rows) < DENSE_MIN_ROWS):
-        width = weight.blocks.shape[2]
-        blocks = weight.blocks[outputs.start // width : -(-outputs.stop // width)]
-        out[:] = _blocked_matmul(rows, blocks)[:, : out.shape[1]]
-    elif len(rows) < ROWWISE_MAX_ROWS:
-        _rowwise_matmul(rows, weight.dense[:, outputs], out)
+        out[:] = _blocked_matmul(rows, weight.blocks)[:, : weight.shape[1]]
+    elif 1 < len(rows) < ROWWISE_MAX_ROWS:
+        _rowwise_matmul(rows, weight.dense, out)
     else:
-        np.matmul(rows, weight.dense[:, outputs], out=out)
+        np.matmul(rows, weight.dense, out=out)
 
 
 def _rowwise_matmul(rows, dense, out):
@@ -189,7 +195,7 @@ def _choose_layout():
         for _ in range(6):
             for layout in packed:
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
-                _matmul(rows, packed[layout], slice(0, 2048), out)
+                _matmul(rows, packed[layout], out)
                 seconds[layout] = min(seconds[layout], time.thread_time() - start)
     # Require a clear margin, so that near-ties resolve the same way every run: the layouts add up in different orders,
     # so their results differ in the last bits.
