@@ -56,7 +56,7 @@ def main(arguments=None):
             file = folder / f"{script}.json"
             command = [sys.executable, "-m", f"benchmarks.{script}", *(["--quick"] if arguments.quick else [])]
             if arguments.readme and script == "kv_cache":
-                command += ["--plot", README.parent / "figures" / "kv_cache.png"]
+                command += ["--plot", ROOT / "docs" / "figures" / "kv_cache.png"]
             print(f"\n== {script}", flush=True)
             if subprocess.run([*command, "--json", file], cwd=ROOT).returncode:
                 failed.append(script)

@@ -1,8 +1,8 @@
-"""The two pictures of the trace in README, by headless Chromium and selenium:
+"""The two pictures of the trace in README and docs, by headless Chromium and selenium:
 
     python -m tests.trace_figures
 
-writes benchmarks/figures/trace.png and trace_speculation.png.
+writes docs/figures/trace.png and trace_speculation.png.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 import minigen
 from tests import chromium
 
-FIGURES = Path(__file__).resolve().parents[1] / "benchmarks" / "figures"
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 
 
 def picture(driver, file, name, token, width, height, dark=False, start="header"):
@@ -31,9 +31,9 @@ def main():
     draft = minigen.load("distilfairytale")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.html"
-        minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=1)
+        minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=11)
         picture(driver, file, "trace.png", 27, 1000, 1200)
-        minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=1, draft_model=draft)
+        minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=11, draft_model=draft)
         picture(driver, file, "trace_speculation.png", 30, 1000, 1030, dark=True, start="#choice")
     driver.quit()
 

@@ -7,6 +7,7 @@ import select
 import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import minigen
@@ -207,6 +208,8 @@ def print_logprobs(completions, only_unlikely):
 def model_line(name, folder, model):
     """Name, place and size of a model."""
     n_parameters = sum(map(math.prod, model.config.parameter_shapes().values()))
+    folder = Path(folder).resolve()
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     return (
         f"minigen {minigen.__version__} · {name} ({folder}), {n_parameters / 1e6:.1f}M parameters, "
         f"context {model.config.n_positions}"

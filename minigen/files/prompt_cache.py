@@ -73,15 +73,13 @@ def fingerprint(model):
 def _bit_sums(param):
     """The values of a parameter as unsigned integers: a vector itself, a matrix's sums along each of its axes."""
     if isinstance(param, Weight):
-        n_out, blocks = param.n_out, param.blocks
-        if blocks is None:
-            blocks = param.dense[None]  # [n_in, n_out] -> [1, n_in, n_out]
+        blocks = param.blocks if param.dense is None else param.dense[None]  # [n_in, n_out] -> [1, n_in, n_out]
     elif param.ndim == 2:
-        n_out, blocks = param.shape[1], param[None]
+        blocks = param[None]
     else:
         return [param.view(np.uint32)]
     bits = blocks.view(np.uint32)  # [n_blocks, n_in, width]; the last block is padded with zeros
-    return bits.sum(axis=1, dtype=np.uint64).ravel()[:n_out], bits.sum(axis=(0, 2), dtype=np.uint64)
+    return bits.sum(axis=1, dtype=np.uint64).ravel()[: param.shape[-1]], bits.sum(axis=(0, 2), dtype=np.uint64)
 
 
 def _restore(path, cache, prompt, model_fingerprint):

@@ -8,7 +8,7 @@ the model says about the prompt's own tokens needs a forward pass after the run.
 A choice is one place in one text where a token was chosen (or, in a prompt, given):
 
     {"row", "at", "token", "step", "shift",    row of the batch, index in the text, id, index in `steps`, ids dropped
-     "candidates": [[id, begin, [value of each column]], ...], "left": [tokens that each column leaves],
+     "candidates": [[id, [value of each column]], ...], "left": [tokens that each column leaves],
      "attention": [offset, first position, number of positions],         null if it was not recorded
      "race": [[id, E], ...],                   the exponential race: E of each listed candidate that is left, by E / p:
                                                the first is the token, the second the runner-up; null if p is one-hot
@@ -17,8 +17,7 @@ A choice is one place in one text where a token was chosen (or, in a prompt, giv
 The columns are the stages of the sampler; after them comes the draft's q, unless "q" is null (n-gram drafts have no
 distribution), and then, if "rule" is "rejection" and the draft was rejected, the residual max(p - q, 0), normalised,
 which "race" then draws from; "u" is the uniform number that decided. With "rule" "coupled" the draft was drawn from q
-with the same E, so "race" also lists the draft's token, last if p excludes it, and "u" is null. `begin` is where the
-candidate's segment begins on the bar of cumulative probabilities of the last column, in the order of ids. In beam
+with the same E, so "race" also lists the draft's token, last if p excludes it, and "u" is null. In beam
 search the first column is the model's probability, and the others are log-probabilities, null for -inf. A choice in a
 prompt has no "row", "step" and "draft", and one column.
 """
@@ -95,12 +94,8 @@ def _candidate_rows(columns, extra, beams=False):
     tokens = set(extra)
     for column, value in ((first, excluded[0]), (last, excluded[-1])):
         tokens |= {token for token in top_ids(column, TOP).tolist() if column[token] > value}
-    begins = np.zeros(len(last))
-    if not beams and last.any():
-        ends = np.cumsum(last)
-        begins = (ends - last) / ends[-1]
     candidates = [
-        [token, *_round([begins[token]]), _round(column[token] for column in columns)]
+        [token, _round(column[token] for column in columns)]
         for token in sorted(tokens, key=lambda token: (-first[token], token))
     ]
     left = [int(np.count_nonzero(column > value)) for column, value in zip(columns, excluded, strict=True)]
