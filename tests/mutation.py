@@ -2,7 +2,7 @@
 
     pip install -e '.[test,mutation]' && nice python -m tests.mutation [NAME ...]
 
-A NAME is a file of `TESTS` without its ending, or the beginning of a mutant's name, as in `sampler.x_draw`. mutmut
+A NAME is a module of `TESTS`, or the beginning of a mutant's name, as in `engine.sampler.x_draw`. mutmut
 makes the mutants: a copy of the file in which every function has all its mutants beside it and a switch between them.
 (It leaves alone what stands outside functions, functions with a decorator, and calls of len and isinstance.) Imports
 and collection are paid once: each mutant runs in a fork, with the tests that call its function, the quickest first,
@@ -33,12 +33,16 @@ from mutmut.state import state
 from mutmut.utils.format_utils import mangled_name_from_mutant_name
 
 ROOT = Path(__file__).parents[1]
-TESTS = {  # file of minigen/ -> the tests that are there to find its faults
-    "sampler": ["test_sampler.py"],
-    "tokenizer": ["test_tokenizer.py"],
-    "speculative": ["test_speculative.py", "test_prompt_cache.py"],
-    "beam": ["test_beam.py", "test_prompt_cache.py"],
-    "cache": ["test_forward.py", "test_decode.py"],
+TESTS = {  # module of minigen -> the tests that are there to find its faults
+    "engine.sampler": ["engine/test_sampler.py"],
+    "engine.cache": ["engine/test_cache.py", "engine/test_forward.py", "engine/test_decode.py"],
+    "engine.beam": ["engine/test_beam.py", "files/test_prompt_cache.py"],
+    "engine.speculative": [
+        "engine/test_speculative.py",
+        "engine/test_adaptive_draft_length.py",
+        "files/test_prompt_cache.py",
+    ],
+    "text.tokenizer": ["text/test_tokenizer.py"],
 }
 OPTIONS = ["-q", "-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain", "--tb=native"]
 
@@ -177,7 +181,7 @@ class Mutants:
 def run_mutants(module, wanted, seconds, selection):
     """In a copy of the project: put the mutants of one file in its place and run the tests that are there for it."""
     os.environ |= {"PYTHONPATH": os.getcwd(), "MUTANT_UNDER_TEST": "stats"}
-    path = Path("minigen", f"{module}.py")
+    path = Path("minigen", *module.split(".")).with_suffix(".py")
     mutated = mutate_file_contents(str(path), path.read_text(encoding="utf-8"))
     path.write_text(mutated.code, encoding="utf-8")
     names = [name for name in mutated.mutant_names if any(f"{module}.{name}".startswith(start) for start in wanted)]
@@ -205,7 +209,7 @@ def main():
         run_mutants(args.here, args.names, args.seconds, args.k)
         return
     for module in TESTS:
-        wanted = [name for name in args.names if name.split(".")[0] == module]
+        wanted = [name for name in args.names if f"{name}.".startswith(f"{module}.")]
         if wanted:
             with tempfile.TemporaryDirectory() as folder:
                 for name in ("minigen", "tests", "benchmarks"):

@@ -9,16 +9,16 @@ from tests.fuzz.__main__ import NAMES
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.runner import run_batch
 
-# Of each kind as many as take about two seconds, most of which is the start of a worker.
+# Of each kind as many as take about as long as the start of a worker.
 COUNTS = {
-    "checkpoint": 500,
-    "config": 120,
-    "token-ids": 60,
-    "tokenizer": 120,
-    "tokenizer-files": 80,
-    "cli": 120,
-    "prompt": 100,
-    "prompt-cache": 150,
+    "checkpoint": 250,
+    "config": 60,
+    "token-ids": 30,
+    "tokenizer": 60,
+    "tokenizer-files": 40,
+    "cli": 60,
+    "prompt": 50,
+    "prompt-cache": 75,
 }
 # What must come of some of the inputs: a kind that only refuses, or only accepts, tests nothing.
 OUTCOMES = {
@@ -37,6 +37,7 @@ def test_every_kind_has_a_name_and_a_slice():
     assert NAMES == list(KINDS) == list(COUNTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COUNTS)
 def test_damaged_and_odd_inputs_end_in_the_right_result_or_in_one_sentence(kind, tmp_path):
     words, found = run_batch(kind, 0, 0, COUNTS[kind], tmp_path)
