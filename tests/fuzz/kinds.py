@@ -103,7 +103,7 @@ class Kind:
         sys.addaudithook(lambda event, args: self.opened.append(args[0]) if event == "open" else None)
 
     def check_opened(self):
-        """No file of the fuzzed kinds may have been opened outside the input's folder."""
+        """No file of the fuzzed kinds may have been opened outside the folder; threadpoolctl reads the last one."""
         for path in self.opened:
             path = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
             inside = path.startswith((str(self.input), sys.prefix, sys.base_prefix, os.path.dirname(minigen.__file__)))
