@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import minigen
-from minigen import generate, stream
+from minigen import GPT2, generate, stream
 from tests.golden.make_logits import stored_params
 from tests.oracles.chi_square import assert_follows
 from tests.oracles.models import Tiny, gpt2
@@ -905,3 +905,12 @@ def test_arguments_are_not_changed(tok):
     generate(t.model, tok, prompts, logit_bias=bias, stop=stops, max_tokens=5)
     assert (bias, stops, prompts) == ({"a": 1.0}, ["zz"], [[1, 2], [3]])
     assert all(np.array_equal(t.params[name], p) for name, p in as_stored(t.model).items())
+
+
+def test_of_equal_tokens_those_with_the_lowest_ids_are_reported(tok):
+    """F21: the top log-probabilities of a tie."""
+    t = tiny()
+    options = dict(max_tokens=1, logprobs=3, temperature=0, ignore_eos=True)
+    model = GPT2(t.model.config, {name: np.zeros_like(value) for name, value in t.params.items()})
+    (done,) = generate(model, tok, "a", **options)
+    assert done.token_ids == [0] and [token for token, _, _ in done.logprobs[0].top] == [0, 1, 2]

@@ -976,6 +976,19 @@ def test_the_race_against_its_definition(weights, seed):
         assert sample_token(p, FixedNoise(exponentials)) == min(quotients, key=quotients.get)
 
 
+def test_logits_that_are_not_finite_are_refused_without_a_warning():
+    """F23: NumPy's warning in front of the sentence, or in its place."""
+    for bad in (INF, NAN):
+        with pytest.raises(ValueError, match=f"the best logit is {bad}"):
+            next_token_probs(read_only([bad, 1, 2]), EMPTY, SamplingConfig())
+
+
+def test_a_huge_temperature_makes_all_tokens_equal():
+    """F23: temperature 1e30 that keeps a single token."""
+    p = next_token_probs(read_only([0, 1, 2]), EMPTY, SamplingConfig(temperature=1e30, top_p=1.0))
+    np.testing.assert_allclose(p, [1 / 3] * 3)
+
+
 def test_a_certain_outcome_takes_no_noise():
     """S01: temperature 0 depends on the seed."""
     for token in (0, 3, 6):

@@ -992,3 +992,18 @@ def test_ngram_drafts_of_a_repeating_text_are_accepted():
 
 def test_plain_decoding_has_no_counts():
     assert generate_one(text_model(8, 1), Letters(8), [5], max_tokens=2).speculation is None
+
+
+def test_a_token_that_neither_model_allows_is_not_accepted():
+    """F23: a draft with p = q = 0."""
+    token, accepted = rejection(Draft(1, np.array([1.0, 0, 0])), np.array([0.5, 0, 0.5]), Noise(1, 0, 0))
+    assert not accepted and token != 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_the_model_as_its_own_draft_gives_the_same_text_cold_and_warm(tmp_path, rule):
+    """F27: random numbers that are taken only if rounding makes p < q."""
+    model, letters = text_model(8, 1), Letters(8)
+    options = dict(draft_model=(model, letters), speculation_rule=rule, seed=3, max_tokens=30, cache=tmp_path / "kv")
+    cold, warm = (generate_one(model, letters, [0, 1] * 9, **options) for _ in range(2))
+    assert warm.timings.reused_tokens > 0 and warm.token_ids == cold.token_ids

@@ -401,6 +401,18 @@ def test_an_adapter_merged_into_the_matrices_is_seen(tok, file, name, prompt):
         assert_refused(other, tok, file, SECOND[prompt][0], "other weights", **DECODERS[decoder])
 
 
+def test_one_edited_row_of_any_matrix_is_seen(tok, file):
+    """F14: a prompt cache that trusted weights of which one row had changed."""
+    t = tiny()
+    saved(t, tok, file, FIRST)
+    for name, value in t.params.items():
+        if value.ndim == 2:
+            params = t.params | {name: value.copy()}
+            params[name][len(value) // 2] *= np.float32(1.01)
+            other = Tiny(t.config, params, GPT2(t.model.config, params))
+            assert_refused(other, tok, file, FIRST, "other weights")
+
+
 def test_other_embeddings_are_seen(tok, file):
     t = tiny()
     saved(t, tok, file, FIRST)

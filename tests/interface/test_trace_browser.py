@@ -244,6 +244,7 @@ def test_a_wide_table_keeps_its_names_and_marks_what_changed_nothing(browser, pa
 
 @pytest.mark.parametrize("kind", ["shift", "prompt cache"])
 def test_shifts_and_restored_prompts_are_explained_and_prompts_can_be_inspected(browser, pages, kind):
+    """F24: pages that throw after a context shift or a restored prompt."""
     file, data, _ = pages(kind)
     show(browser, file)
     sentence = {

@@ -73,13 +73,18 @@ FAULTS = {
     "F11": "output that is lost with exit code 0",
     "F12": "files in UTF-16",
     "F13": "a pipe that does not block",
+    "F14": "a prompt cache that trusts edited matrices",
     "F16": "infinity in JSON",
     "F17": "sentences that name the wrong thing",
     "F18": "rare command lines, streams and files",
     "F19": "a caller's objects that are shared",
     "F20": "NumPy scalars as options",
+    "F21": "ties in log-probabilities",
+    "F23": "numbers at the edges of the sampler",
+    "F24": "trace pages that throw",
     "F25": "an incomplete download that is trusted",
     "F26": "a Git LFS pointer in place of weights",
+    "F27": "a draft that equals the model, cold and warm",
     "F28": "a damaged download that keeps its name",
 }
 
