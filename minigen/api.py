@@ -192,7 +192,7 @@ def _end_at_once(run, rows):
 def exclusive(owner, steps, what):
     """The same steps. The first raises ValueError if another run of `owner` has neither ended nor been closed."""
     if owner.busy:
-        raise ValueError(f"{what} is in use by a run that has not ended: finish that, or close its iterator")
+        raise ValueError(f"{what} is used by a run that has not ended: finish it, or close its iterator")
     owner.busy = True
     try:
         yield from steps

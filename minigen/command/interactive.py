@@ -91,6 +91,7 @@ def run_interactive(session, prompts, style, quiet, describe):
                 print_stderr(HELP)
             elif command[0] == "/new":
                 session.context = []
+                session.seed += 1  # or the same first line would give the same text again
                 if typed:
                     print_stderr("a new text begins")
             else:

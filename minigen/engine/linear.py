@@ -23,14 +23,21 @@ class Weight(NamedTuple):
 def linear(x, weight, bias=None):
     """x @ weight + bias. x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out]."""
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
-    y = np.empty((len(rows), weight.shape[1]), np.float32)
-
-    def compute(outputs):
-        _matmul(rows, weight, outputs, out=y[:, outputs])
+    n_slices = _number_of_slices(weight, len(rows))
+    if n_slices == 1:
+        y = _matmul(rows, weight)
         if bias is not None:
-            y[:, outputs] += bias[outputs]
+            y += bias
+    else:
+        y = np.empty((len(rows), weight.shape[1]), np.float32)
 
-    _parallel_for_outputs(compute, weight, len(rows))
+        def compute(index):
+            outputs, part = _slice(weight, index, n_slices)
+            _matmul(rows, part, out=y[:, outputs])
+            if bias is not None:
+                np.add(y[:, outputs], bias[outputs], out=y[:, outputs])
+
+        parallel_for(compute, n_slices)
     return y.reshape(*x.shape[:-1], weight.shape[1])  # [rows, n_out] -> [..., n_out]
 
 
@@ -74,36 +81,44 @@ DENSE_MIN_ROWS = 32
 ROWWISE_MAX_ROWS = 5
 
 
-def _parallel_for_outputs(compute, weight, n_rows):
-    """Call compute(outputs) for slices that together are all outputs of a weight, on all threads."""
+def _number_of_slices(weight, n_rows):
+    """The number of slices of its outputs in which the threads share a product with a weight."""
+    if math.prod(weight.shape) * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS:
+        return 1
+    # One per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the product:
+    # if another program uses one of the cores, the thread on the other core computes more slices.
+    return THREADS if n_rows < DENSE_MIN_ROWS or THREADS == 1 else 2 * THREADS
+
+
+def _slice(weight, index, n_slices):
+    """One of n_slices of a weight's outputs: (slice of the outputs, `Weight` of these)."""
     n_in, n_out = weight.shape
-    if n_in * n_out * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS:
-        compute(slice(0, n_out))
-        return
     width = 1 if weight.blocks is None else weight.blocks.shape[2]
     n_blocks = -(-n_out // width)
-    # One slice per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the
-    # product: if another program uses one of the cores, the thread on the other core computes more slices.
-    n_slices = THREADS if n_rows < DENSE_MIN_ROWS else 2 * THREADS
-    bounds = [n_blocks * i // n_slices * width for i in range(n_slices)] + [n_out]
-    parallel_for(lambda index: compute(slice(bounds[index], bounds[index + 1])), n_slices)
+    first, last = n_blocks * index // n_slices, n_blocks * (index + 1) // n_slices
+    outputs = slice(first * width, min(last * width, n_out))
+    dense = None if weight.dense is None else weight.dense[:, outputs]
+    blocks = None if weight.blocks is None else weight.blocks[first:last]
+    return outputs, Weight((n_in, outputs.stop - outputs.start), dense, blocks)
 
 
-def _matmul(rows, weight, outputs, out):
-    """out[:] = rows @ weight[:, outputs], by the fastest path for this number of rows."""
-    if weight.dense is None or (weight.blocks is not None and 1 < len(rows) < DENSE_MIN_ROWS):
-        width = weight.blocks.shape[2]
-        blocks = weight.blocks[outputs.start // width : -(-outputs.stop // width)]
-        out[:] = _blocked_matmul(rows, blocks)[:, : out.shape[1]]
-    elif len(rows) < ROWWISE_MAX_ROWS:
-        _rowwise_matmul(rows, weight.dense[:, outputs], out)
-    else:
-        np.matmul(rows, weight.dense[:, outputs], out=out)
+def _matmul(rows, weight, out=None):
+    """rows @ weight, by the fastest path for this number of rows; written to `out` if given."""
+    if weight.dense is not None and (len(rows) == 1 or weight.blocks is None or len(rows) >= DENSE_MIN_ROWS):
+        if 1 < len(rows) < ROWWISE_MAX_ROWS:
+            return _rowwise_matmul(rows, weight.dense, out)
+        return np.matmul(rows, weight.dense, out=out)
+    y = _blocked_matmul(rows, weight.blocks)[:, : weight.shape[1]]
+    if out is None:
+        return y
+    out[:] = y
+    return out
 
 
-def _rowwise_matmul(rows, dense, out):
-    """out[:] = rows @ dense by one matrix-vector product per row, which BLAS does not pack."""
-    np.matmul(rows[:, None], dense, out=out[:, None])  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
+def _rowwise_matmul(rows, dense, out=None):
+    """rows @ dense by one matrix-vector product per row, which BLAS does not pack."""
+    out = None if out is None else out[:, None]
+    return np.matmul(rows[:, None], dense, out=out)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
 
 
 def _blocked_matmul(rows, blocks):
@@ -182,14 +197,14 @@ def _choose_layout():
     weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
     # Four rows, as in beam search and speculation. With eight, dense products and blocks can be within 10 % of each
     # other if these 8 MB stay in a shared cache, although blocks are twice as fast in a model, read from memory.
-    rows, out = np.ones((4, 1024), np.float32), np.empty((4, 2048), np.float32)
+    rows = np.ones((4, 1024), np.float32)
     packed = {layout: pack_weight(weight, layout) for layout in LAYOUTS.values()}
     seconds = dict.fromkeys(packed, math.inf)
     with single_threaded_blas():
         for _ in range(6):
             for layout in packed:
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
-                _matmul(rows, packed[layout], slice(0, 2048), out)
+                _matmul(rows, packed[layout])
                 seconds[layout] = min(seconds[layout], time.thread_time() - start)
     # Require a clear margin, so that near-ties resolve the same way every run: the layouts add up in different orders,
     # so their results differ in the last bits.

@@ -449,17 +449,18 @@ def test_worked_example_faulty(experiment):
 def test_acceptance_of_each_rule(rule):
     # Rejection: sum of min(p, q). Coupled: token x wins both races if E[x] < min over y of E[y] / max(p[y] / p[x],
     # q[y] / q[x]), which has probability 1 / sum over y of max(p[y] / p[x], q[y] / q[x]).
-    ratio = np.maximum(P / P[:, None], Q / Q[:, None])
-    expected = np.minimum(P, Q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
+    p, q = np.array([0.1, 0.3, 0.4, 0.2]), np.array([0.6, 0.25, 0.05, 0.1])
+    ratio = np.maximum(p / p[:, None], q / q[:, None])
+    expected = np.minimum(p, q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
     n, counts, n_accepted = 8_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
-        draft = Draft(speculative.sample_token(Q, noise), Q)
-        token, accepted = RULES[rule](draft, P, noise)
+        draft = Draft(speculative.sample_token(q, noise), q)
+        token, accepted = RULES[rule](draft, p, noise)
         assert accepted == (token == draft.token) or rule == "rejection"
         counts[token] += 1
         n_accepted += accepted
-    assert_follows(counts, dict(enumerate(P)))
+    assert_follows(counts, dict(enumerate(p)))
     assert abs(n_accepted / n - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
 
 

@@ -454,7 +454,7 @@ def test_each_line_of_a_pipe_is_a_turn(tiny_cli, tiny):
     ]
     assert [line["prompt"] for line in lines] == turns
     assert [line["token_ids"] for line in lines] == [done.token_ids for done in continued]
-    assert [line["seed"] for line in lines] == [4, 5, 6, 7]
+    assert [line["seed"] for line in lines] == [4, 4, 4, 4]
     assert tiny_cli(*args, stdin=b"") == (0, "", result.err)
 
 
@@ -463,6 +463,7 @@ def test_a_turn_that_cannot_be_run_and_a_new_text(tiny_cli, tiny):
     session = minigen.Session(*tiny, seed=4, max_tokens=90, ignore_eos=True)
     (first,) = [step.completion.text for step in session.turn("a") if step.completion]
     session.context = []
+    session.seed += 1
     (second,) = [step.completion.text for step in session.turn("a") if step.completion]
     result = tiny_cli(*args, "a", stdin=b"more\n/new\na\n")
     assert result.code == 2 and first != second  # nobody was typing who would have seen it
@@ -536,7 +537,7 @@ def test_interactive_mode_at_a_terminal():
         try:
             assert "Ctrl-D" in expect("\n> ")
             type_in("Once upon a time\n")
-            expect(r"there was a little girl")
+            expect(r"there was a little")
             type_in("\x03")
             assert len(expect("\n> ")) < 1200  # of some 1,600 letters that 400 tokens have
             # A signal between readline's prompt and its waiting for keys is seen by Python at the next key only.
@@ -838,7 +839,7 @@ def test_prompts_too_long_for_the_model(tiny_cli, tmp_path):
     assert_refused(tiny_cli("--prompts-file", tmp_path / "lines.txt"), *words)
     assert_refused(tiny_cli(stdin=text.encode()), *words)
     assert_refused(tiny_cli("-", stdin=text.encode()), *words)
-    assert_refused(tiny_cli(text, "--context-shift", "--json"), *words)
+    assert tiny_cli(text, "--context-shift", "-n", 1).code == 0  # the oldest half is dropped then
     assert tiny_cli("x" * 64, "-n", 1).code == 0
 
 
@@ -878,7 +879,7 @@ def test_too_much_memory(tiny_cli, monkeypatch):
     def full(*args, **kwargs):
         raise MemoryError("Unable to allocate 7 TiB")
 
-    monkeypatch.setattr("minigen.engine.decode.new_cache", full)
+    monkeypatch.setattr("minigen.engine.decode.Run.new_cache", full)
     result = tiny_cli("hi", "-q")
     assert (result.code, result.out) == (2, "")
     assert len(result.err.splitlines()) == 1 and "memory" in result.err

@@ -67,6 +67,12 @@ TABLE = {
         [1, "auto"],
     ),
     "prompt_lookup_num_tokens": ({}, [*NOT_WHOLE, -1], "a whole number of 0 or more (0 is off)", [0, 3]),
+    "speculation_rule": (
+        {"prompt_lookup_num_tokens": 2},
+        ["greedy", None, 1, True],
+        '"coupled" or "rejection"',
+        ["coupled", "rejection"],
+    ),
     "max_matching_ngram_size": (
         {"prompt_lookup_num_tokens": 3},
         [*NOT_WHOLE, 0],

@@ -219,7 +219,7 @@ def test_a_file_and_stdin(cli, byte_folder, tmp_path):
 
 def test_json_has_no_infinity(cli, monkeypatch):
     """F16: a perplexity that a float cannot hold."""
-    monkeypatch.setattr(minigen.Score, "perplexity", math.inf)
+    monkeypatch.setattr("minigen.scoring.TextScore.perplexity", math.inf)
     code, out, _ = cli("--score", "-", "--json", "-q", stdin=b"a text")
     assert code == 0
     assert json.loads(out, parse_constant=pytest.fail)["perplexity"] is None

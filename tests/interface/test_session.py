@@ -330,7 +330,7 @@ def test_a_cache_that_a_run_still_uses_is_refused_to_others(loaded):
     cold = [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options | {"cache": None})]
     first = minigen.stream(*loaded, [[1, 2, 3]], **options)
     tokens = [next(first).token for _ in range(5)]
-    with pytest.raises(ValueError, match="PrefixCache is in use by a run that has not ended"):
+    with pytest.raises(ValueError, match="PrefixCache is used by a run that has not ended"):
         next(minigen.stream(*loaded, [[4, 5]], **options))
     assert tokens + [step.token for step in first] == cold
     # Another one may follow, also after one that was left; and it gets what it would have got alone.
@@ -344,7 +344,7 @@ def test_a_turn_waits_for_the_end_of_the_one_before(loaded):
     session = Session(*loaded, seed=1, max_tokens=6, ignore_eos=True)
     first = session.turn("ab")
     next(first)
-    with pytest.raises(ValueError, match="the session is in use by a run that has not ended"):
+    with pytest.raises(ValueError, match="the session is used by a run that has not ended"):
         next(session.turn("cd"))
     first.close()
     before = list(session.context)

@@ -1,7 +1,7 @@
 """The trace: every number on the page is one that the run had, and tracing does not change the output.
 
-The oracles: float64 formulas for attention and probabilities, the generator itself for uniforms, a dictionary of slots
-for the ring, and runs without a trace for texts, scores and counts of drafts.
+The oracles: float64 formulas for attention and probabilities, SplitMix64 in Python's whole numbers for the races, a
+dictionary of slots for the ring, and runs without a trace for texts, scores and counts of drafts.
 """
 
 import base64
@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import minigen
-from minigen import GPT2, DecodingConfig, GPT2Config, History, SamplingConfig, Tokenizer, generate, probs
+from minigen import GPT2, DecodingConfig, GPT2Config, History, PrefixCache, SamplingConfig, Tokenizer, generate
 from minigen.command import main as cli
+from minigen.engine.sampler import next_token_probs
 from minigen.tracing.page import stream_with_trace
 from minigen.tracing.recorder import TOP, Recorder, stages
 from tests.oracles.reference import layer_norm, reference_logits
@@ -53,7 +54,7 @@ def tiny(seed=0, **overrides):
 def small_slack():
     """Rings of a window that wrap within these short texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minigen.engine.decode, "WINDOW_SLACK", 3)
+        patch.setattr(PrefixCache, "WINDOW_SLACK", 3)
         yield
 
 
@@ -98,12 +99,22 @@ MODES = {
     "beams that end": {"num_beams": 2, "early_stopping": "never", "length_penalty": 4.0, "stop": list(STOPS)},
     "draft model": {"drafts": True, "temperature": 2.0, "max_tokens": 39},
     "greedy draft model": {"drafts": True, "temperature": 0, "max_tokens": 39},
-    "draft model and shift": {"drafts": True, "temperature": 2.0, "context_shift": True, "max_tokens": 60},
+    "draft model and shift": {
+        "drafts": True,
+        "temperature": 2.0,
+        "context_shift": True,
+        "max_tokens": 60,
+        "ignore_eos": True,
+    },
     "draft model and window": {"drafts": True, "temperature": 2.0, "window": 6, "max_tokens": 39, "ignore_eos": True},
+    "rejection": {"drafts": True, "temperature": 2.0, "max_tokens": 39, "speculation_rule": "rejection"},
     "n-grams": {"prompt_lookup_num_tokens": 3, "temperature": 0.5, "max_tokens": 39},
+    "n-grams, rejection": {"prompt_lookup_num_tokens": 3, "temperature": 0.5, "max_tokens": 39}
+    | {"speculation_rule": "rejection"},
     "prompt cache": {"cache": True},
 }
-SPECULATIVE = ["draft model", "greedy draft model", "draft model and shift", "draft model and window", "n-grams"]
+SPECULATIVE = ["draft model", "greedy draft model", "draft model and shift", "draft model and window", "rejection"]
+SPECULATIVE += ["n-grams", "n-grams, rejection"]
 BEAMS = ["beams", "beams with penalties", "beams that end"]
 
 
@@ -265,6 +276,8 @@ def test_attention_is_what_the_formulas_give(runs, mode):
 def by_hand(logits, options):
     """The columns of temperature, top-k, top-p in float64, and the model alone before them."""
     columns = [softmax(logits)]
+    if options["temperature"] == 0:
+        return [*columns, np.eye(len(logits))[logits.argmax()]]
     columns.append(softmax(logits / options["temperature"]) if options["temperature"] != 1 else columns[0])
     order = np.argsort(-columns[1], kind="stable")
     p = columns[1].copy()
@@ -284,12 +297,11 @@ def test_candidates_have_the_probabilities_of_each_filter(runs):
     for choice in data["choices"]:
         logits = reference_logits(tiny().config, tiny().params, data["rows"][0]["ids"][: choice["at"]])[-1]
         model, _, top_k, top_p = by_hand(logits, MODES["sampled"])
-        for token, begin, values in choice["candidates"]:
+        for token, values in choice["candidates"]:
             np.testing.assert_allclose(values, [model[token], top_k[token], top_p[token]], rtol=2e-3, atol=1e-6)
-            assert begin == pytest.approx(top_p[:token].sum(), abs=1e-4)
             cuts += values[1] > 0 and values[2] == 0
         assert choice["left"] == [VOCAB, 30, np.count_nonzero(top_p)]
-        listed = {token for token, *_ in choice["candidates"]}
+        listed = {token for token, _ in choice["candidates"]}
         assert {*np.argsort(-model)[:9]} <= listed and {choice["token"]} <= listed
     assert cuts > 20
 
@@ -299,7 +311,7 @@ def test_a_prompt_has_the_models_own_probabilities(runs):
     logits = reference_logits(tiny().config, tiny().params, data["rows"][0]["ids"], window=5)
     for choice in data["prompts"]["0"]:
         p = softmax(logits[choice["at"] - 1])
-        found = {token: values for token, _, values in choice["candidates"]}
+        found = dict(choice["candidates"])
         assert found[choice["token"]] == pytest.approx([p[choice["token"]]], rel=2e-3)
 
 
@@ -322,36 +334,81 @@ def test_the_last_stage_is_the_samplers_own_distribution_to_the_bit(options):
     for seed in range(5):
         logits = np.random.default_rng(seed).normal(0, 3, 40).astype(np.float32)
         history = History([1, 4, 6, 4, 1, 4], 2)
-        assert probs(logits, history, found[-1][1]).tobytes() == probs(logits, history, sampling).tobytes()
-    alone = probs(logits, history, found[0][1])
+        last, own = (next_token_probs(logits, history, config) for config in (found[-1][1], sampling))
+        assert last.tobytes() == own.tobytes()
+    alone = next_token_probs(logits, history, found[0][1])
     np.testing.assert_allclose(alone, softmax(logits.astype(float)), rtol=1e-5)
     assert len({name for name, _ in found}) == len(found)
 
 
-@pytest.mark.parametrize(
-    "mode", ["sampled", "penalties", "several", "uneven", "window", "shift", "no cache", "prompt cache"]
-)
-def test_uniforms_are_the_generators_own_and_fall_on_the_token(runs, mode):
-    data = runs(mode).data
-    seen = 0
-    for row in data["rows"]:
-        rng = np.random.default_rng([5, row["index"]])
-        for choice in (choice for choice in data["choices"] if choice["row"] == row["index"]):
-            (begin, p) = next(
-                (begin, values[-1]) for id, begin, values in choice["candidates"] if id == choice["token"]
-            )
-            if p == 1 and choice["left"][-1] == 1:
-                assert choice["u"] is None
-                continue
-            assert choice["u"] == rng.random()
-            assert begin - 1e-5 <= choice["u"] <= begin + p + 1e-5
-            seen += 1
-    assert seen > 5
+def uniform(token, *place):
+    """SplitMix64 in Python's whole numbers; place: seed, number, position, stream."""
+    seed, mask = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]), 2**64 - 1
+    z = seed + 0x9E3779B97F4A7C15 * (token + 1) & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return (((z ^ z >> 31) >> 12) + 0.5) / 2**52
 
 
-def test_greedy_draws_nothing(runs):
-    assert [choice["u"] for choice in runs("greedy").data["choices"]] == [None] * 20
-    assert runs("greedy").data["stages"] == ["model", "temperature 0"]
+def finish(p, *place):
+    """The tokens in the order of E / p, and every token's E."""
+    noise = np.array([-math.log(uniform(token, *place)) for token in range(len(p))])
+    return sorted(np.flatnonzero(p).tolist(), key=lambda token: noise[token] / p[token]), noise
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not {"num_beams", "min_p"} & {*MODES[mode]}])
+def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
+    data, options = runs(mode).data, {"temperature": 0.7, "top_p": 0.9} | MODES[mode]
+    races, outcomes = 0, set()
+
+    def distribution(of, choice):
+        context = context_of(data["rows"][choice["row"]]["ids"], choice, data["keep"])
+        logits = reference_logits(of.config, of.params, context, window=data["window"])[-1]
+        logits[-1] -= np.inf if options.get("ignore_eos") else 0
+        return by_hand(logits, options)[-1]
+
+    for choice in data["choices"]:
+        place = 5, choice["row"] % options.get("num_return_sequences", 1), choice["at"]
+        p, stream, draft = distribution(tiny(), choice), 0, choice.get("draft")
+        candidates, token, last = dict(choice["candidates"]), choice["token"], len(data["stages"])
+        if draft:
+            drafted, rule = draft["token"], options.get("speculation_rule", "coupled")
+            assert draft["rule"] == rule and drafted in candidates
+            outcomes.add(draft["accepted"])
+            q = distribution(draft_model(), choice) if "drafts" in options else np.eye(VOCAB)[drafted]
+            assert draft["p"] == pytest.approx(p[drafted], rel=2e-3)
+            if "drafts" not in options:
+                assert draft["q"] is None
+            else:
+                assert draft["q"] == pytest.approx(q[drafted], rel=2e-3)
+                assert drafted == finish(q, *place, 0)[0][0]
+                for id, values in candidates.items():
+                    assert values[last] == pytest.approx(q[id], rel=2e-3, abs=1e-6)
+            if rule == "coupled":
+                assert draft["u"] is None and draft["accepted"] == (token == drafted)
+            else:
+                assert draft["u"] == uniform(0, *place, 1)
+                assert draft["accepted"] == (draft["u"] < p[drafted] / q[drafted])
+                if draft["accepted"]:
+                    assert token == drafted and choice["race"] is None
+                    continue
+                p, stream = np.maximum(p - q, 0), 2
+                p /= p.sum()
+                for id, values in candidates.items():
+                    assert values[-1] == pytest.approx(p[id], rel=2e-2, abs=1e-4)
+        if np.count_nonzero(p) == 1:
+            assert choice["race"] is None and p[token] == 1
+            continue
+        order, noise = finish(p, *place, stream)
+        found = dict(choice["race"])
+        # The runner-up, too, is the second of all tokens.
+        assert token == order[0] and list(found)[:2] == order[:2]
+        excluded = [drafted] if draft and not p[drafted] else []
+        assert list(found) == [id for id in order if id in candidates] + excluded
+        assert list(found.values()) == pytest.approx(noise[list(found)], rel=1e-4)
+        races += 1
+    assert (races > 5) == (options["temperature"] > 0)
+    assert outcomes == ({True, False} if mode in SPECULATIVE else set())
 
 
 def test_of_equal_candidates_those_with_the_lowest_ids_are_listed():
@@ -360,7 +417,7 @@ def test_of_equal_candidates_those_with_the_lowest_ids_are_listed():
     recorder = Recorder(GPT2(GPT2Config.from_dict(config), params))
     recorder.config = DecodingConfig()
     (choice,) = recorder.prompt_choices([5, 200])
-    assert [token for token, *_ in choice["candidates"]] == [*range(TOP), 200]
+    assert [token for token, _ in choice["candidates"]] == [*range(TOP), 200]
 
 
 # ---- the ring ----------------------------------------------------------------------------------------------------
@@ -402,9 +459,9 @@ def test_the_ring_is_that_of_a_model_of_one(runs, mode):
     capacity = {step["capacity"] for step in data["steps"]}
     if mode == "window":
         assert capacity == {5 + 3} and length > 40  # the ring goes around five times
-    if mode == "prompt cache":  # of the five tokens in the file the last one is run again
+    if mode == "prompt cache":  # none of the five tokens in the file is run again
         kinds = [(step["kind"], step["rows"]["0"].get("written")) for step in data["steps"][:2]]
-        assert kinds == [("restored", None), ("pass", [4, 8])]
+        assert kinds == [("restored", None), ("pass", [5, 8])]
     if mode in SPECULATIVE:
         dropped = sum(len(found["drafts"]) + 1 - len(found["choices"]) for found in data["rounds"][:-1])
         assert rolled_back >= dropped > 0
@@ -440,7 +497,7 @@ def test_a_beams_candidates_are_those_of_its_own_text(runs, mode):
     for choice in data["choices"]:
         ids = data["rows"][choice["row"]]["ids"][: choice["at"]]
         p = softmax(reference_logits(tiny().config, tiny().params, ids)[-1])
-        for token, _, values in choice["candidates"]:
+        for token, values in choice["candidates"]:
             log_p = math.log(p[token])
             # The penalty multiplies the logarithm, which is negative.
             expected = [p[token], log_p, log_p * (1.3 if token in ids else 1)][: len(values)]
@@ -480,7 +537,7 @@ def test_a_large_bias_is_a_finite_number_on_the_page(tok, file):
     data = data_of(file)  # JSON has no infinity, and render_page allows none
     assert data["stages"][-1] == "logit_bias"
     for choice in data["choices"]:
-        found = {token: values for token, _, values in choice["candidates"]}
+        found = dict(choice["candidates"])
         model, log_p, biased = found[65]
         assert log_p == pytest.approx(math.log(model), abs=1e-3) and biased == pytest.approx(log_p + 800, abs=0.01)
         assert all(token != 66 or values[-1] is None for token, values in found.items())
@@ -509,44 +566,6 @@ def test_rounds_have_the_drafts_and_the_counts_of_the_run(runs, mode):
                 assert (choice["token"] == choice["draft"]["token"]) == choice["draft"]["accepted"]
             assert choice.get("draft", {}).get("accepted", False) or place == len(choices) - 1
             assert choice["at"] == found["at"] + place
-
-
-@pytest.mark.parametrize("mode", ["draft model", "n-grams"])
-def test_p_and_q_are_the_models_own_and_the_rule_decides(runs, mode):
-    data = runs(mode).data
-    ids, options = data["rows"][0]["ids"], {"top_p": 0.9} | MODES[mode]
-    outcomes = set()
-    for choice in [choice for choice in data["choices"] if "draft" in choice]:
-        draft, context = choice["draft"], ids[: choice["at"]]
-        p = by_hand(reference_logits(tiny().config, tiny().params, context)[-1], options)[-1]
-        q = np.eye(VOCAB)[draft["token"]]
-        if mode == "draft model":
-            q = by_hand(reference_logits(draft_model().config, draft_model().params, context)[-1], options)[-1]
-        assert (draft["p"], draft["q"]) == pytest.approx((p[draft["token"]], q[draft["token"]]), rel=2e-3)
-        expected = min(1, draft["p"] / draft["q"])
-        assert (draft["u"] is None) == (expected in (0, 1))
-        assert draft["accepted"] == (expected == 1 if draft["u"] is None else draft["u"] < expected)
-        outcomes.add((draft["accepted"], draft["u"] is None))
-        assert {draft["token"], choice["token"]} <= {token for token, *_ in choice["candidates"]}
-        residual = np.maximum(p - q, 0)
-        for token, _, values in choice["candidates"]:
-            assert values[len(data["stages"])] == pytest.approx(q[token], rel=2e-3, abs=1e-6)
-            if not draft["accepted"]:
-                assert values[-1] == pytest.approx(residual[token] / residual.sum(), rel=2e-2, abs=1e-4)
-    assert {(True, False), (False, False)} <= outcomes
-
-
-def test_uniforms_of_speculation_are_the_generators_own(runs):
-    def short_repr(mode):
-        choices = runs(mode).data["choices"]
-        return [u for c in choices for u in (c.get("draft", {}).get("u"), c["u"]) if u is not None]
-
-    # Looked-up drafts are not drawn: all that the generator gives is seen.
-    found = short_repr("n-grams")
-    assert len(found) > 5 and found == np.random.default_rng([5, 0]).random(len(found)).tolist()
-    # Those of a model are, in between.
-    given, found = iter(np.random.default_rng([5, 0]).random(200).tolist()), short_repr("draft model")
-    assert len(found) > 5 and all(u in given for u in found)
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------

@@ -3,16 +3,13 @@
 Skipped if either is not installed, unless MINIGEN_BROWSER=required says that they must be.
 """
 
-import copy
 import json
 import os
 import re
 
-import numpy as np
 import pytest
 
 import minigen
-from minigen.tracing.page import render_page
 from tests.chromium import MISSING, show, start
 
 if "selenium" not in MISSING:
@@ -34,6 +31,8 @@ KINDS = {
     "beams that end": {"max_tokens": 20, "num_beams": 4, "early_stopping": "never", "length_penalty": 2.0}
     | {"stop": [".", ",", "!", " a", " and", " was", " who"]},
     "speculation": {"max_tokens": 40, "seed": 1, "draft_model": "distilfairytale"},
+    "rejection": {"max_tokens": 40, "seed": 1, "draft_model": "distilfairytale", "speculation_rule": "rejection"},
+    "n-grams": {"max_tokens": 60, "seed": 1, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
     "window": {"max_tokens": 90, "seed": 1, "window": 16, "ignore_eos": True},
     "long window": {"max_tokens": 6, "seed": 1, "window": 8, "ignore_eos": True},
     "emoji": {"max_tokens": 20, "seed": 1},
@@ -117,20 +116,17 @@ def test_the_policy_forbids_requests(browser, pages):
 def test_a_click_shows_the_candidates(browser, pages):
     file, data, _ = pages("plain")
     show(browser, file)
-    index = next(choice["at"] for choice in data["choices"] if choice["u"] is not None)
+    index = next(choice["at"] for choice in data["choices"] if choice["race"])
     browser.find_elements(By.CSS_SELECTOR, "#text .token")[index].click()
     choice = data["choices"][index - data["rows"][0]["n_prompt"]]
     assert text(browser, "choice-title").startswith(f"Token {index}: ")
     rows = browser.find_elements(By.CSS_SELECTOR, "#choice tbody tr")
     assert len(rows) == len(choice["candidates"])
-    for row, (token, _, values) in zip(rows, choice["candidates"], strict=True):
+    for row, (token, values) in zip(rows, choice["candidates"], strict=True):
         cells = [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
         assert data["vocabulary"][str(token)].strip() in cells[0].replace("↵", "\n")
         assert float(cells[1].removeprefix("≈")) == pytest.approx(values[0], rel=0.06, abs=5e-5)
         assert ("✕" in "".join(cells) or "·" in cells) == (values[-1] == 0)
-    assert f"The random number {choice['u']:.4f} falls on" in text(browser, "choice")
-    needle = browser.find_element(By.CSS_SELECTOR, "#choice .bar line")
-    assert float(needle.get_attribute("x1")) == pytest.approx(600 * choice["u"])
 
 
 def test_the_keyboard_reaches_all(browser, pages):
@@ -239,7 +235,7 @@ def test_a_wide_table_keeps_its_names_and_marks_what_changed_nothing(browser, pa
         browser.execute_script("chooseToken(arguments[0])", choice["at"])
         rows = browser.execute_script(cells)
         for column in range(1, len(data["stages"])):
-            before, after = ([values[i] for _, _, values in choice["candidates"]] for i in (column - 1, column))
+            before, after = ([values[i] for _, values in choice["candidates"]] for i in (column - 1, column))
             same = before == after and choice["left"][column - 1] == choice["left"][column]
             assert [row[column + 1] == "=" for row in rows] == [same] * len(rows)
             idle += same
@@ -320,69 +316,54 @@ def test_the_ring_counts_what_is_left_in_it(browser, pages):
     assert "It overwrites positions 64 to 88, which" in found[2]
 
 
-def raced(data):
-    """A run with drafts as an exponential race would have given it: E such that each token and each draft comes first.
-
-    A rejected draft d and its replacement t have p[d] < q[d] and p[t] > q[t], so there is an E by which d comes first
-    for q, and t for p.
-    """
-    rng, stages = np.random.default_rng(0), len(data["stages"])
-    for choice in data["choices"]:
-        p = {id: values[stages - 1] for id, _, values in choice["candidates"]}
-        noise = {id: 10 + rng.exponential() for id in p}
-        noise[choice["token"]] = 0.001
-        if "draft" in choice:
-            q = {id: values[stages] for id, _, values in choice["candidates"]}
-            draft, token = choice["draft"]["token"], choice["token"]
-            if draft != token:
-                low, high = p[draft] / p[token], q[draft] / q[token] if q[token] else np.inf
-                noise[draft] = 0.001 * min((low + high) / 2, low + 1)
-            choice["draft"] |= {"rule": "coupled", "u": None}
-            choice["candidates"] = [[id, 0, values[: stages + 1]] for id, _, values in choice["candidates"]]
-        del choice["u"]
-        order = sorted((id for id in p if p[id]), key=lambda id: noise[id] / p[id])
-        last = [id for id in p if not p[id] and "draft" in choice and id == choice["draft"]["token"]]
-        choice["race"] = [[id, noise[id]] for id in order + last]
-    return data
-
-
-@pytest.mark.parametrize("has_q", [True, False])
-def test_a_race_shows_who_came_first_and_second(browser, pages, tmp_path, has_q):
-    data, file = raced(copy.deepcopy(pages("speculation")[1])), tmp_path / "race.html"
-    stages, outcomes = len(data["stages"]), set()
-    if not has_q:  # as n-gram drafts, which are proposed without a distribution
-        for choice in (choice for choice in data["choices"] if "draft" in choice):
-            choice["draft"]["q"] = None
-            choice["candidates"] = [[id, 0, values[:stages]] for id, _, values in choice["candidates"]]
-    file.write_text(render_page(data), encoding="utf-8")
+@pytest.mark.parametrize("kind", ["speculation", "rejection", "n-grams"])
+def test_a_race_shows_who_came_first_and_second(browser, pages, kind):
+    file, data, _ = pages(kind)
+    stages, outcomes, coupled = len(data["stages"]), set(), kind != "rejection"
     show(browser, file)
     assert "The token with the smallest E / p is drawn" in browser.execute_script(TEXT, "#draw-help")
-    assert "with the same random numbers" in browser.execute_script(TEXT, "#rule")
+    assert ("with the same random numbers" in browser.execute_script(TEXT, "#rule")) == coupled
     for choice in data["choices"]:
         browser.execute_script("chooseToken(arguments[0])", choice["at"])
         names, *rows = browser.execute_script(
             "return [...document.querySelectorAll('#choice tr')].map((row) => [...row.cells].map((c) => c.textContent))"
         )
-        shows_q = has_q and "draft" in choice
-        assert names[stages + 1 :] == ["E", "E / p"] + ["q, the draft's", "E / q"] * shows_q
-        noise = dict(choice["race"])
-        for column, values_at in [(stages + 2, stages - 1)] + [(stages + 4, stages)] * shows_q:
-            times = {id: noise[id] / v[values_at] for id, _, v in choice["candidates"] if id in noise and v[values_at]}
+        draft = choice.get("draft")
+        has_q, race = bool(draft) and kind != "n-grams", dict(choice["race"] or [])
+        replaced = bool(draft) and not coupled and not draft["accepted"]
+        expected = ["q, the draft's"] * has_q + ["max(p − q, 0)"] * replaced
+        # Each race's column: the column of the values that it is for, and the token that comes first.
+        races = {}
+        if race:
+            name = "max(p − q, 0)" if replaced else "p"
+            races[len(expected) + 1] = stages + 1 if replaced else stages - 1, choice["token"]
+            expected += ["E", f"E / {name}"]
+            if has_q and coupled:
+                races[len(expected)] = stages, draft["token"]
+                expected += ["E / q"]
+        assert names[stages + 1 :] == expected
+        for column, (values_at, first) in races.items():
+            times = {id: race[id] / v[values_at] for id, v in choice["candidates"] if id in race and v[values_at]}
             order = sorted(times, key=times.get)
-            for (id, *_), row in zip(choice["candidates"], rows, strict=False):
+            for (id, _), row in zip(choice["candidates"], rows, strict=False):
+                cell = row[stages + 1 + column]
                 if id not in times:
-                    assert row[column] == "·"
+                    assert cell == "·"
                     continue
                 rank = ["1st ", "2nd ", ""][min(order.index(id), 2)]
-                assert row[column].startswith(rank)
-                assert float(row[column].removeprefix(rank)) == pytest.approx(times[id], rel=0.06, abs=6e-5)
-            assert order[0] == (choice["token"] if column == stages + 2 else choice["draft"]["token"])
+                assert cell.startswith(rank)
+                assert float(cell.removeprefix(rank)) == pytest.approx(times[id], rel=0.06, abs=6e-5)
+            assert order[0] == first
         shown = text(browser, "choice-body")
-        assert "First came" in shown and ("Second came" in shown) == (choice["left"][stages - 1] > 1)
-        if "draft" in choice:
-            outcomes.add(choice["draft"]["accepted"])
-            assert ("✓ accepted" if choice["draft"]["accepted"] else "✗ rejected") in shown
-            assert ("came first in the draft model's race" in shown) == has_q
+        assert ("First came" in shown) == ("Second came" in shown) == bool(race)
+        if draft:
+            outcomes.add(draft["accepted"])
+            assert ("✓ accepted" if draft["accepted"] else "✗ rejected") in shown
+            assert ("came first in the draft model's race" in shown) == (has_q and coupled and bool(race))
+            if not coupled:
+                assert f"the random number was {draft['u']:.4f}" in shown
+                needle = browser.find_element(By.CSS_SELECTOR, "#choice .bar line")
+                assert float(needle.get_attribute("x1")) == pytest.approx(600 * draft["u"])
     assert outcomes == {True, False} and browser.get_log("browser") == []
 
 

@@ -149,6 +149,12 @@ def test_commands_print_what_is_shown(page, tmp_path, monkeypatch):
     assert TIMES.sub("TIME", printed) == TIMES.sub("TIME", text)
 
 
+def test_the_header_names_the_folder_from_the_working_directory(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main(["The fox", "-n", "0"]) == 0
+    assert "fairytale (weights/fairytale)," in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------- the text itself
 
 
