@@ -529,6 +529,7 @@ def test_coupled_is_the_targets_own_draw():
             assert token == speculative.sample_token(P, noise) and accepted == (token == proposed)
 
 
+@pytest.mark.slow
 def test_acceptance_on_the_bundled_pair(pair):
     # Of the first draft at temperature 0.7 and top-p 0.9, at 600 places of 12 texts; 0.656 and 0.694 on 20,000.
     (model, tokenizer), draft = pair
@@ -574,6 +575,7 @@ def worst_of(model, logits_of=None):
     return LookupModel(lambda ids: -logits_of(ids), model.config.vocab_size, model.config.n_positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_equals_plain_decoding(pair, rule):
     """X02: greedy speculation against greedy decoding."""
