@@ -142,9 +142,10 @@ def _blocked_matmul(rows, blocks):
 
 # ---- the layout in memory ----------------------------------------------------------------------------------------
 
+# Rows of a weight per task when it is copied into its layout: few enough to stay in a core's cache.
+COPY_ROWS = 128
 # MINIGEN_LINEAR -> layout. In "row_blocks" the n_in weights of an output are contiguous, as in the rows of [out, in],
 # which most libraries store; in "column_blocks" a block's weights for one input are, as in GPT-2's files.
-COPY_ROWS = 128
 LAYOUTS = {"plain": "unblocked", "rows": "row_blocks", "columns": "column_blocks"}
 
 

@@ -332,22 +332,20 @@ def test_a_race_shows_who_came_first_and_second(browser, pages, kind):
         draft = choice.get("draft")
         has_q, race = bool(draft) and kind != "n-grams", dict(choice["race"] or [])
         replaced = bool(draft) and not coupled and not draft["accepted"]
-        expected = ["q, the draft's"] * has_q + ["max(p − q, 0)"] * replaced
-        # Each race's column: the column of the values that it is for, and the token that comes first.
-        races = {}
-        if race:
-            name = "max(p − q, 0)" if replaced else "p"
-            races[len(expected) + 1] = stages + 1 if replaced else stages - 1, choice["token"]
-            expected += ["E", f"E / {name}"]
-            if has_q and coupled:
-                races[len(expected)] = stages, draft["token"]
-                expected += ["E / q"]
+        drawn_from = "max(p − q, 0)" if replaced else "p"
+        own, its = ["E", f"E / {drawn_from}"] * bool(race), ["q, the draft's"] * has_q
+        expected = (
+            [*own, *its, *["E / q"] * (has_q and bool(race))] if coupled else [*its, *[drawn_from] * replaced, *own]
+        )
+        # Each race's column, the value that it divides by, and the token that comes first.
+        races = {f"E / {drawn_from}": (stages + 1 if replaced else stages - 1, choice["token"])}
+        races |= {"E / q": (stages, draft["token"])} if has_q else {}
         assert names[stages + 1 :] == expected
-        for column, (values_at, first) in races.items():
+        for column, (values_at, first) in ((names.index(name), races[name]) for name in races if name in names):
             times = {id: race[id] / v[values_at] for id, v in choice["candidates"] if id in race and v[values_at]}
             order = sorted(times, key=times.get)
             for (id, _), row in zip(choice["candidates"], rows, strict=False):
-                cell = row[stages + 1 + column]
+                cell = row[column]
                 if id not in times:
                     assert cell == "·"
                     continue
