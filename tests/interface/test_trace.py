@@ -388,7 +388,7 @@ def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
         found = dict(choice["race"])
         # The runner-up, too, is the second of all tokens.
         assert token == order[0] and list(found)[:2] == order[:2]
-        excluded_draft = [drafted] * bool(draft and not p[drafted])
+        excluded_draft = [drafted] if draft and not p[drafted] else []
         assert list(found) == [id for id in order if id in candidates] + excluded_draft
         assert list(found.values()) == pytest.approx(noise[list(found)], rel=1e-4)
         races += 1
