@@ -109,8 +109,8 @@ def stream(
     and values of a single prompt: the longest common prefix with the saved prompt is not computed again. Or a
     `PrefixCache`, which does the same in memory, for the generated tokens too. hooks: a `hooks.Hooks`, callbacks of the
     run. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may
-    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
-    prompts[r // num_return_sequences].
+    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues prompts[r //
+    num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for invalid options and prompts. The first step
     raises OSError if the file `cache` cannot be read or written, ValueError if it is damaged or another model's.
@@ -210,6 +210,8 @@ def completions(steps):
 def generate(model, tokenizer, prompts, *, draft_model=None, cache=None, **options: Unpack[GenerateOptions]):
     """Generate, and return the finished `Completion`s: num_return_sequences per prompt, in the order of the prompts.
 
-    Arguments and errors are those of `stream`.
+    prompts: a text, a list of texts, or a list of lists of token ids. draft_model: what `load` returned for a smaller
+    model with the same vocabulary; it then drafts. cache: the path of a file that keeps the prompt's keys and values,
+    or a `PrefixCache`. Errors are those of `stream`.
     """
     return completions(stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, **options))

@@ -32,9 +32,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.html"
         minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=11)
-        picture(driver, file, "trace.png", 37, 1000, 1200)
+        picture(driver, file, "trace.png", 50, 1000, 1200)
         minigen.trace(model, tokenizer, "Once upon a time", file, max_tokens=60, seed=11, draft_model=draft)
-        picture(driver, file, "trace_speculation.png", 32, 1200, 1030, dark=True, start="#choice")
+        picture(driver, file, "trace_speculation.png", 35, 1200, 1030, dark=True, start="#choice")
     driver.quit()
 
 

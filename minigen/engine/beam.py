@@ -8,7 +8,7 @@ The length counts the generated tokens, EOS included, but not the prompt's. Cand
 those of the transformers library, hypothesis for hypothesis.
 
 The prompt is run once, for one row; then the beams share one batch, and a step costs one forward pass. A beam that goes
-on stays in its row: only the rows of dropped beams are overwritten, from the first id that differs.
+on stays in its row: only the rows of dropped beams are overwritten, after the prefix that they share with the new beam.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def beam_search(run, rows, beam):
     for row, hypothesis in zip(rows, hypotheses, strict=False):
         row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
         logits = [None] * len(hypothesis.tokens)
-        if run.config.logprobs is not None:  # the search keeps none: run the best text once more, reusing the prompt
+        if run.config.logprobs is not None:  # the search keeps none: run this text once more, reusing the prompt
             logits = run.feed([prompt + hypothesis.tokens[:-1]], len(hypothesis.tokens))[0]  # [1, T, V] -> [T, V]
         for token, row_logits in zip(hypothesis.tokens, logits, strict=True):
             row.append(token)
@@ -61,7 +61,7 @@ def _search(run, prompt, beam):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     num_beams, n_prompt = beam.num_beams, len(prompt)
     max_length = min(run.config.max_tokens, run.model.config.n_positions - n_prompt + 1)
-    # Each beam has at most one candidate per EOS id: of this many, num_beams go on even if all of those end.
+    # A beam has at most one candidate per EOS id, so at least num_beams of this many do not end with EOS.
     count = max(2, 1 + len(run.sampling.eos_ids)) * num_beams
     beams, sums, finished = [[]], [0.0], []
     logits = run.feed([prompt])[:, 0]  # [1, 1, V] -> [1, V]
@@ -87,7 +87,7 @@ def _search(run, prompt, beam):
         sums = [candidate.sum_logprob for candidate in kept]
         run.cache.reorder([candidate.parent for candidate in kept])
         logits = run.feed([prompt + tokens for tokens in beams])[:, 0]  # [B, 1, V] -> [B, V]
-    # Leave one row in the cache, the one nearest to the best text: the next turn of a session goes on from there.
+    # Leave one row in the cache, the one nearest to the best text, for the next turn of a session.
     best = prompt + finished[0].tokens
     run.cache.reorder([max(range(len(beams)), key=lambda row: common_prefix_length(run.cache.ids[row], best))])
     return finished

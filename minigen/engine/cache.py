@@ -54,7 +54,7 @@ class KVCache:
         require(is_int(capacity, 1), "capacity", capacity, "a whole number of 1 or more")
         ok = window is None or (is_int(window, 1) and window <= capacity)
         require(ok, "window", window, f"None or a whole number from 1 to the capacity, {capacity}")
-        self.capacity = int(capacity)  # of a NumPy integer: uint64 would turn negative positions into floats
+        self.capacity = int(capacity)  # with a NumPy uint64, negative positions would become floats
         self.window = window and int(window)
         # Zeros, not np.empty: attention multiplies the masked slots of a short row by 0, and NaN * 0 is NaN.
         shape = (batch, n_head, d_head, self.capacity)
@@ -178,16 +178,16 @@ class KVCache:
     def reorder(self, rows, shared=0):
         """Row i becomes what row rows[i] was: reorders, repeats and drops rows.
 
-        shared: the caller's promise that the first `shared` positions are equal in all rows (the prompt of a beam
-        search). If the number of rows stays the same, they are not copied, nor are rows that stay in place. Raises
-        ValueError if a row does not exist.
+        shared: the caller's promise that each row i agrees with row rows[i] in its first `shared` positions. If the
+        number of rows stays the same, these are not copied, nor are rows that stay in place. Raises ValueError if a row
+        does not exist.
         """
         rows = np.asarray(rows if len(rows) else np.arange(0))
         ok = rows.dtype.kind in "iu" and ((rows >= 0) & (rows < self.batch)).all()
         require(ok, "rows", rows.tolist(), f"row numbers from 0 to {self.batch - 1}")
         used = min(self.length.max(initial=0), self.capacity)
         moved = np.flatnonzero(rows != np.arange(len(rows)))
-        # Once a row has wrapped, its first slots held later positions, and are empty after a truncate.
+        # Once a row has wrapped, slot p no longer holds position p, so everything is copied.
         start = min(shared, self.capacity)
         if (self.slot_pos[:, :start] != np.arange(start)).any():
             start = 0

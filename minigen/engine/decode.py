@@ -66,7 +66,7 @@ def shift_context(ids, n_positions, keep):
     """The ids that the model still sees of a text that outgrew its context: the first `keep`, and the last ones.
 
     Each shift drops the older half of what follows the first `keep` ids, and happens when the text would need position
-    n_positions. So the result depends on the text alone.
+    n_positions. So the result depends on the text alone. What moves gets another position, and is run again.
     """
     if len(ids) <= n_positions:
         return ids
@@ -127,7 +127,7 @@ class PrefixCache:
         ids = np.array([[0] * (T - len(row)) + row for row in pending])  # left padding: [B, T]
         start, logits = 0, []
         while start < T:
-            # The head is as expensive as several layers: a pass that needs it for many positions has no others.
+            # The head costs as much as several layers: positions whose logits are needed get a pass of their own.
             first = T - n_logits if n_logits > 1 and start < T - n_logits else T
             stop = min(start + self.kv.max_chunk, first)
             all_logits = n_logits > 1 and start >= T - n_logits

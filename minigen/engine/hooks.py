@@ -18,7 +18,7 @@ class Hooks:
         """A forward pass has run, and the `KVCache` now holds its tokens."""
 
     def on_cache_change(self, cache):
-        """The `KVCache` was filled, rolled back or reordered other than by a forward pass."""
+        """Before the passes of `PrefixCache.feed`: the `KVCache` after any restore, reorder and rollback."""
 
     def on_draft(self, row, tokens):
         """`tokens` were proposed as the continuation of `row.context`; the pass that verifies them comes next."""

@@ -49,14 +49,14 @@ def embed(ids, weight):
     return weight.blocks[ids // width, :, ids % width]
 
 
-# ---- how few rows cost little more than one ----------------------------------------------------------------------
+# ---- how a few rows cost little more than one -------------------------------------------------------------------
 #
 # A product with few rows is memory-bandwidth bound: reading the weight takes longer than the arithmetic, so one row and
 # eight could take the same time. With BLAS they do not. For one row it streams through the weight (gemv), but from two
 # rows on (gemm) it first packs the weight: it copies all of it into the order that its inner loop needs. That costs
-# nothing next to hundreds of rows, but three times the product with four. OpenBLAS does not pack small products, on
-# processors with AVX-512. So the weight is cut into blocks of 16 to 64 columns, each small enough for that path with 8
-# to 16 rows, and the threads share the blocks.
+# nothing next to hundreds of rows, but three times the product with four. On processors with AVX-512, OpenBLAS does not
+# pack small products. So the weight is cut into blocks of 16 to 64 columns, each small enough for that path with 8 to
+# 16 rows, and the threads share the blocks.
 #
 # Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "dense" is
 # x @ W, or one product per row for 2 to 4 rows:

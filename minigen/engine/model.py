@@ -120,7 +120,7 @@ class GPT2:
             x += block.attention(x, cache, plan, attention_hook)
             x += block.mlp(x)
         if last_only:
-            x = x[:, -1]  # [B, T, E] -> [B, E]: the head costs as much as several layers per position
+            x = x[:, -1]  # [B, T, E] -> [B, E]: per position, the head costs as much as several layers
         x = layer_norm(x, self.params["ln_f.weight"], self.params["ln_f.bias"], self.config.layer_norm_epsilon)
         return linear(x, self.head)  # [..., E] -> [..., V]
 
@@ -151,6 +151,7 @@ class GPT2:
         columns = np.arange(T) - pad[:, None]  # [B, T], negative on padding
         positions = np.where(columns < 0, -1, cache.length[:, None] + columns)
         if positions.max() >= config.n_positions:
+            # A learned position enters every key: after dropping old tokens, the others would have to be run again.
             raise ValueError(f"{positions.max() + 1} tokens are too many: the model takes {config.n_positions}")
         return ids, cache, positions
 

@@ -98,7 +98,7 @@ def layer_norm(x, weight, bias, eps):
 
     x: [..., E], weight and bias: [E]; `eps` is config.json's `layer_norm_epsilon`.
     """
-    # Sums, because ndarray.mean takes longer to start than to add up the values of one token.
+    # Sums: for one token, calling ndarray.mean costs more than the additions.
     E = np.float32(x.shape[-1])
     x = x - x.sum(axis=-1, keepdims=True) / E
     variance = np.einsum("...e,...e->...", x, x)[..., None] / E
@@ -132,7 +132,7 @@ def attention(q, keys, values, scale, mask=None):
     S = keys.shape[3]
     result = np.empty((B, T, H, D), np.float32)
     by_head = result.swapaxes(1, 2)  # [B, T, H, D] -> [B, H, T, D]
-    # Groups of heads: small enough to keep their scores in the cache, and one per thread to read a long cache's keys.
+    # Groups of heads: small enough that their scores stay in the CPU cache; one per thread if there are many keys.
     n_groups = max(
         -(-B * H * min(T, QUERY_CHUNK) * S // CHUNK_ELEMENTS),
         THREADS if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1,

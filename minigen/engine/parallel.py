@@ -99,7 +99,7 @@ def _blas_libraries():
 
 @contextmanager
 def single_threaded_blas():
-    """Meanwhile, BLAS computes each product on the thread that calls it; the pool above has one for each core.
+    """Within this context, BLAS runs each product on the calling thread; the pool above has a thread per core.
 
     BLAS's own threads wait for each other in every product, and so for any other program that has one of the cores.
     The setting is the whole process's: the last of several users that overlap restores what the first one found.

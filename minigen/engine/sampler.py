@@ -1,6 +1,7 @@
 """From logits to a token: penalties and filters as pure functions, the distribution they leave, and the draw.
 
-The order is fixed; it is that of the transformers library:
+The order is fixed. It is that of the transformers library, except that the bias comes after the penalties;
+presence and frequency penalties are an addition:
 
     repetition penalty, presence and frequency penalty, n-gram blocking, bias, EOS suppression, the caller's processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
@@ -67,7 +68,7 @@ def next_token_probs(logits, history, config):
 def sample_token(p, noise):
     """One token from p, float64 [V], by an exponential race: the token x with the smallest E[x] / p[x].
 
-    E[x] are independent standard exponential numbers, from which the winner is distributed as p (the Gumbel-max trick;
+    E[x] are independent standard exponential numbers, so the winner is distributed as p (the Gumbel-max trick;
     Maddison et al. 2014). noise: a `Noise`, or a NumPy random generator. A one-hot p takes none.
     """
     tokens = np.flatnonzero(p > 0)
@@ -83,8 +84,8 @@ def sample_token(p, noise):
 class Noise(NamedTuple):
     """The random numbers of one token of one text: a pure function of these fields and the token.
 
-    So a text depends on its prompt, options, seed and number, and on nothing else: not on the other rows of a batch, on
-    max_tokens, on a cache or on drafts. There is no generator whose state steps or rows would share.
+    So a text depends on the model, prompt, options, seed and number: not on the rest of the batch, the cache or, under
+    the coupled rule, drafts; max_tokens only cuts it. There is no generator whose state steps or rows would share.
     """
 
     seed: int

@@ -13,8 +13,8 @@ rejection  A draft x is accepted with probability min(1, p(x) / q(x)); otherwise
            normalised. The result is distributed exactly as the target's own samples (Leviathan et al. 2023; Chen et al.
            2023), and no rule accepts more, but the text is not the one without drafts.
 
-p and q are the distributions after all filters: the target never accepts a token that its filters remove, so the draft
-is drawn from the filtered q; and the rejection rule gives p only with the q that the draft was drawn from.
+p and q are the distributions after all filters. A draft that the filters remove would always be rejected, so q is
+filtered too. The rejection rule yields p only if q is exactly the distribution that the draft was drawn from.
 
 Speculation pays if one pass over k + 1 tokens costs less than the passes it saves. A large model's pass is limited by
 memory bandwidth, so it reads the weights once for all of these tokens; see linear.py.
@@ -52,7 +52,7 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
     stats = row.speculation = SpeculationStats()
     while True:
         context = row.context
-        # The prompt, or what a context shift left; nothing in other rounds.
+        # Run the prompt, or what a context shift left; in other rounds nothing is missing.
         run.feed([context[:-1]], n_logits=0)
         # A round may give one token more than it drafts, and must overrun neither max_tokens nor the context.
         k = min(
@@ -161,6 +161,7 @@ class ModelDrafter:
         while len(drafts) < k and self._can_read(context):
             logits = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
             try:
+                # Filtered as the target's: a token that the filters remove would always be rejected.
                 q = next_token_probs(logits, History(ids, row.n_prompt), self.sampling)
             except ValueError:
                 break  # every token of the draft is ruled out; the target decides what that means for the text
