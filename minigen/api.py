@@ -135,9 +135,13 @@ def stream(
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
     if draft_model is not None:
         ok = isinstance(draft_model, tuple) and len(draft_model) == 2
+        ok = ok and isinstance(draft_model[0], GPT2) and hasattr(draft_model[1], "token_bytes")
         require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
         _check_same_vocabulary(tokenizer, draft_model[1])
     length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)
+    if isinstance(cache, PrefixCache):
+        ok = cache.kv.window is None and cache.kv.capacity >= length
+        require(ok, "cache", cache, f"a PrefixCache without a window, of at least {length} slots for this run")
     if beam.num_beams > 1:
         _check_memory(model.config, "num_beams", beam.num_beams, beam.num_beams, length)
     else:
@@ -153,7 +157,9 @@ def stream(
         if draft_model is not None:
             draft = draft_model[0]
             if isinstance(cache, PrefixCache):
-                draft_cache = cache.draft = cache.draft or PrefixCache(draft)
+                if cache.draft is None or cache.draft.model is not draft:
+                    cache.draft = PrefixCache(draft)
+                draft_cache = cache.draft
             else:
                 draft_cache = run.new_cache([[0] * min(len(rows[0].ids), draft.config.n_positions)], draft)
             drafter = ModelDrafter(draft_cache, model.config.vocab_size, sampling)

@@ -57,7 +57,8 @@ def run(args, options, typed):
     if args.trace is not None:
         check_file(args.trace)
         inputs = ("prompt_cache", "file", "prompts_file")
-        _check_trace(args.trace, [(getattr(args, name), f"{{{name}}}") for name in inputs])
+        files = [(getattr(args, name), f"{{{name}}}") for name in inputs]
+        _check_trace(args.trace, [*files, ("/dev/stdout", "the standard output")])
     prompts = read_prompts(args, typed.prompts)
     if args.interactive:
         require(len(prompts) < 2, "the number of prompts", len(prompts), "1 or none with {interactive}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.decode import GeneratedToken, common_prefix_length
+from minigen.engine.decode import GeneratedToken
 from minigen.engine.sampler import History, apply_logits_processors, check_logits, log_softmax, top_ids
 
 
@@ -87,9 +87,6 @@ def _search(run, prompt, beam):
         sums = [candidate.sum_logprob for candidate in kept]
         run.cache.reorder([candidate.parent for candidate in kept])
         logits = run.feed([prompt + tokens for tokens in beams])[:, 0]  # [B, 1, V] -> [B, V]
-    # Leave one row in the cache, the one nearest to the best text, for the next turn of a session.
-    best = prompt + finished[0].tokens
-    run.cache.reorder([max(range(len(beams)), key=lambda row: common_prefix_length(run.cache.ids[row], best))])
     return finished
 
 

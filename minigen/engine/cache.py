@@ -191,13 +191,14 @@ class KVCache:
         start = min(shared, self.capacity)
         if (self.slot_pos[:, :start] != np.arange(start)).any():
             start = 0
-        for slots in (self.keys, self.values):
-            for layer, old in enumerate(slots):
-                if len(rows) == self.batch:
-                    # The right-hand side is a copy made before anything is written, so rows may swap.
-                    old[moved, ..., start:used] = old[rows[moved], ..., start:used]
-                else:
-                    slots[layer] = np.zeros((len(rows), *old.shape[1:]), np.float32)
-                    slots[layer][..., :used] = old[rows, ..., :used]
-        self.slot_pos = self.slot_pos[rows]
-        self.length = self.length[rows]
+        if len(rows) == self.batch:
+            for slots in self.keys + self.values:
+                # The right-hand side is a copy made before anything is written, so rows may swap.
+                slots[moved, ..., start:used] = slots[rows[moved], ..., start:used]
+        else:
+            resized = [np.zeros((len(rows), *slots.shape[1:]), np.float32) for slots in self.keys + self.values]
+            for old, new in zip(self.keys + self.values, resized, strict=True):
+                new[..., :used] = old[rows, ..., :used]
+            L = len(self.keys)
+            self.keys, self.values = resized[:L], resized[L:]
+        self.slot_pos, self.length = self.slot_pos[rows], self.length[rows]

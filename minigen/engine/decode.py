@@ -115,9 +115,15 @@ class PrefixCache:
         texts: a list of ids per row -> float32 [B, n_logits, V], or None for n_logits=0. At least the last n_logits ids
         of each row are run, even if they are in the cache.
         """
+        if len(texts) != len(self.ids):  # a beam search leaves several rows: keep the one nearest to each text
+            rows = range(len(self.ids))
+            nearest = [max(rows, key=lambda row: common_prefix_length(self.ids[row], text)) for text in texts]
+            self.reorder(nearest)
         pairs = zip(self.ids, texts, strict=True)
         kept = np.array([min(common_prefix_length(old, new), len(new) - n_logits) for old, new in pairs])
         self._truncate(kept if self.use_cache else np.zeros_like(kept))
+        # The new ids are added after the last pass: an interrupted one leaves nothing that the next call could reuse.
+        self.ids = [text[:length] for text, length in zip(texts, self.kv.length, strict=True)]
         self.n_reused = int(self.kv.length.sum())
         hooks.on_cache_change(self.kv)
 
@@ -142,7 +148,6 @@ class PrefixCache:
             if stop > T - n_logits:
                 logits.append(out if all_logits else out[:, None])  # [B, V] -> [B, 1, V]
             start = stop
-        # Set last: after an interrupted pass, the next call rolls back to the ids of the last complete one.
         self.ids = [list(text) for text in texts]
         return np.concatenate(logits, axis=1) if logits else None
 
@@ -155,8 +160,9 @@ class PrefixCache:
         """Row i becomes what row rows[i] was; see `KVCache.reorder`."""
         moved = [(self.ids[i], self.ids[row]) for i, row in enumerate(rows[: len(self.ids)]) if i != row]
         if moved or len(rows) != len(self.ids):
+            ids, self.ids = [self.ids[row] for row in rows], [[] for _ in self.ids]  # nothing, if it is interrupted
             self.kv.reorder(rows, min((common_prefix_length(old, new) for old, new in moved), default=0))
-            self.ids = [self.ids[row] for row in rows]
+            self.ids = ids
 
 
 class Clock:

@@ -115,7 +115,7 @@ def single_threaded_blas():
         yield
     finally:
         with _blas_lock:
-            _blas_users -= 1
+            _blas_users = max(_blas_users - 1, 0)  # 0 already in a child that was forked inside
             if _blas_users == 0:
                 for library, n_threads in zip(_blas_libraries(), _blas_threads, strict=True):
                     library.set_num_threads(n_threads)

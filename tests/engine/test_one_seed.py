@@ -7,6 +7,7 @@ two best of the race (or the two best logits, at temperature 0) are within 1e-4 
 
 import itertools
 import math
+import os
 from collections import Counter
 
 import numpy as np
@@ -30,6 +31,7 @@ FILTERS = {
     "all": dict(top_k=8, top_p=0.95, min_p=0.02, typical_p=0.95, repetition_penalty=1.3, no_repeat_ngram_size=3),
 }
 V, N_TOKENS = 12, 24
+N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 16))  # .ci/run sets 300
 PROMPT = [3, 1, 4, 1, 5]
 OTHERS = [[1], [2, 7], [9, 2, 6, 5, 3, 5, 8], PROMPT[:3], [8, 8, 8, 8], [0], PROMPT[::-1]]
 
@@ -103,8 +105,8 @@ def test_every_way_gives_the_same_tokens(seed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", range(1, 9))
-def test_every_way_gives_the_same_tokens_for_300_seeds(k, tmp_path):
-    check_exactly(range(k - 1, 300, 8), [k], tmp_path / "prompt")
+def test_every_way_gives_the_same_tokens_for_many_seeds(k, tmp_path):
+    check_exactly(range(k - 1, N_SEEDS, 8), [k], tmp_path / "prompt")
 
 
 def reference_text(prompt, n, seed, number, options):
@@ -199,5 +201,5 @@ def test_the_bundled_pair_differs_only_at_near_ties(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bundled_pair_differs_only_at_near_ties_for_8_seeds(tmp_path):
+def test_the_bundled_pair_differs_only_at_near_ties_for_many_seeds(tmp_path):
     check_bundled_pair(range(8), 60, tmp_path / "prompt", at_most=8)

@@ -295,6 +295,45 @@ def test_a_prefix_cache_after_an_interrupted_shift(loaded, interrupt):
     assert again.token_ids == done.token_ids
 
 
+@pytest.mark.parametrize("longer", [0, 15])
+def test_a_cache_after_an_interrupted_pass_of_another_text(loaded, interrupt, longer):
+    """The interrupted pass overwrites what the cache held, so the first text must be run again."""
+    cache, options = PrefixCache(loaded[0]), dict(max_tokens=9, temperature=0, ignore_eos=True)
+    first, other = [*range(20)], [*range(60, 80 + longer)]
+    (expected,) = minigen.generate(*loaded, [first], cache=cache, **options)
+    interrupt(1)
+    with pytest.raises(KeyboardInterrupt):
+        minigen.generate(*loaded, [other], cache=cache, **options)
+    (again,) = minigen.generate(*loaded, [first], cache=cache, **options)
+    assert again.token_ids == expected.token_ids
+
+
+def test_an_interrupted_beam_search_leaves_a_cache_that_can_be_used(loaded, interrupt):
+    cache, options = PrefixCache(loaded[0]), dict(max_tokens=6, num_beams=3)
+    (expected,) = minigen.generate(*loaded, [[*range(9)]], **options)
+    interrupt(5)  # the prompt and the first step have two layers each
+    with pytest.raises(KeyboardInterrupt):
+        minigen.generate(*loaded, [[*range(9)]], cache=cache, **options)
+    (again,) = minigen.generate(*loaded, [[*range(9)]], cache=cache, **options)
+    assert again.token_ids == expected.token_ids
+
+
+def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(loaded):
+    model, tokenizer = loaded
+    for cache in (PrefixCache(model, capacity=5), PrefixCache(model, window=4)):
+        with pytest.raises(ValueError, match=r"cache is .*without a window, of at least 7 slots"):
+            minigen.stream(model, tokenizer, [[1, 2, 3]], max_tokens=4, cache=cache)
+    cache, options = PrefixCache(model), dict(max_tokens=9, temperature=0, ignore_eos=True)
+    shapes = model.config.parameter_shapes()
+    other = minigen.GPT2(model.config, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    for draft in (other, model):
+        (done,) = minigen.generate(model, tokenizer, [[1, 2]], cache=cache, draft_model=(draft, tokenizer), **options)
+    assert done.speculation.accepted == done.speculation.drafted
+    for draft in ((1, 2), (model, None), (tokenizer, model)):
+        with pytest.raises(ValueError, match="draft_model is"):
+            minigen.stream(model, tokenizer, "a", draft_model=draft)
+
+
 def test_where_a_prefix_cache_does_not_go(loaded):
     model, tokenizer = loaded
     cache = PrefixCache(model)
