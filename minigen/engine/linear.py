@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for, single_threaded_blas
+from minigen.engine.parallel import (
+    PARALLEL_MIN_ELEMENTS,
+    THREADS,
+    blas_is_single_threaded,
+    parallel_for,
+    single_threaded_blas,
+)
 from minigen.engine.validation import require
 
 
@@ -83,7 +89,8 @@ ROWWISE_MAX_ROWS = 5
 
 def _number_of_slices(weight, n_rows):
     """The number of slices of its outputs in which the threads share a product with a weight."""
-    if math.prod(weight.shape) * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS:
+    is_small = math.prod(weight.shape) * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
+    if is_small or not blas_is_single_threaded():  # otherwise BLAS's own threads share the product
         return 1
     # One per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the product:
     # if another program uses one of the cores, the thread on the other core computes more slices.

@@ -12,6 +12,7 @@ checkpoint (wte.weight, h.0.attn.c_attn.weight ...); `linear.pack_weight` choose
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -98,7 +99,6 @@ class GPT2:
         capacity = config.n_positions if capacity is None else capacity
         return KVCache(config.n_layer, config.n_head, config.d_head, capacity, batch, window)
 
-    @single_threaded_blas()
     def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
         """Next-token logits for each input position.
 
@@ -113,6 +113,12 @@ class GPT2:
         more tokens than fit the cache; the cache is unchanged then.
         """
         ids, cache, positions = self._checked(ids, cache, pad)
+        # For one row, BLAS's own threads are faster; for more, the pool's. See parallel.py.
+        with single_threaded_blas() if ids.size > 1 else nullcontext():
+            return self._logits(ids, cache, positions, last_only, attention_hook)
+
+    def _logits(self, ids, cache, positions, last_only, attention_hook):
+        """The transformer. ids and positions: int [B, T] -> [B, V], or [B, T, V] with last_only=False."""
         plan = cache.allocate(positions)
         # [B, T] -> [B, T, E]; -1 is the position of padding
         x = embed(ids, self.params["wte.weight"]) + self.params["wpe.weight"][np.maximum(positions, 0)]

@@ -97,6 +97,11 @@ def _blas_libraries():
     return ThreadpoolController().select(user_api="blas").lib_controllers
 
 
+def blas_is_single_threaded():
+    """Whether a `single_threaded_blas` is active."""
+    return _blas_users > 0
+
+
 @contextmanager
 def single_threaded_blas():
     """Within this context, BLAS runs each product on the calling thread; the pool above has a thread per core.
