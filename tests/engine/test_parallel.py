@@ -149,7 +149,9 @@ RUN = (
     "threads.THREADS = ops.THREADS = linear.THREADS = 2;"
     "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
     "weight = linear.pack_weight(w, 'row_blocks');"
-    "right = lambda: np.array_equal(linear.linear(x, weight), x @ w);"  # small whole numbers: exact in any order
+    "from minigen.engine.parallel import single_threaded_blas;"  # in which the pool shares the products
+    # Small whole numbers: exact in any order.
+    "right = single_threaded_blas()(lambda: np.array_equal(linear.linear(x, weight), x @ w));"
 )
 
 
