@@ -135,7 +135,7 @@ def stream(
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
     if draft_model is not None:
         ok = isinstance(draft_model, tuple) and len(draft_model) == 2
-        ok = ok and isinstance(draft_model[0], GPT2) and hasattr(draft_model[1], "token_bytes")
+        ok = ok and hasattr(draft_model[0], "forward") and hasattr(draft_model[1], "token_bytes")
         require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
         _check_same_vocabulary(tokenizer, draft_model[1])
     length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)
