@@ -66,7 +66,7 @@ def _search(run, prompt, beam):
     beams, sums, finished = [[]], [0.0], []
     logits = run.feed([prompt])[:, 0]  # [1, 1, V] -> [1, V]
     while True:
-        candidates = _best_candidates(logits, beams, sums, prompt, run.sampling, count)
+        candidates = _best_candidates(logits, list(zip(beams, sums, strict=True)), prompt, run.sampling, count)
         length = len(beams[0]) + 1
         running = []
         for rank, candidate in enumerate(candidates):
@@ -99,13 +99,13 @@ def _is_done(best_running, finished, length, max_length, beam):
     return beam.early_stopping is True or best_possible <= finished[-1].score
 
 
-def _best_candidates(logits, beams, sums, prompt, sampling, count):
+def _best_candidates(logits, beams, prompt, sampling, count):
     """The `count` most probable extensions of all beams, best first.
 
-    logits: [B, V], beams: B lists of generated ids, sums: B sums of log-probabilities.
+    logits: [B, V], beams: B pairs of generated ids and the sum of their log-probabilities.
     """
     candidates = []
-    for parent, (row_logits, beam, total) in enumerate(zip(logits, beams, sums, strict=True)):
+    for parent, (row_logits, (beam, total)) in enumerate(zip(logits, beams, strict=True)):
         history = History(prompt + beam, len(prompt))
         logprobs = apply_logits_processors(log_softmax(row_logits), history, sampling)  # [V]
         if logprobs.max() != -np.inf:  # a beam that cannot go on is not an error while others can
