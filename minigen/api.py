@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minigen.engine.beam import beam_search
 from minigen.engine.decode import GeneratedToken, PrefixCache, Run, Sequence, decode
-from minigen.engine.hooks import NO_HOOKS
+from minigen.engine.hooks import NO_HOOKS, Hooks
 from minigen.engine.model import GPT2
 from minigen.engine.speculative import RULES, ModelDrafter, PromptLookupDrafter, speculate
 from minigen.engine.validation import is_int, short_repr
@@ -109,8 +109,8 @@ def stream(
     and values of a single prompt: the longest common prefix with the saved prompt is not computed again. Or a
     `PrefixCache`, which does the same in memory, for the generated tokens too. hooks: a `hooks.Hooks`, callbacks of the
     run. options: the fields of `SamplingConfig`, `DecodingConfig`, `BeamConfig` and `SpeculationConfig`; logit_bias may
-    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues prompts[r //
-    num_return_sequences].
+    be keyed by the text of a token as well as by id. `Step.row` counts prompt by prompt: row r continues
+    prompts[r // num_return_sequences].
 
     Raises TypeError or ValueError at once, before anything is computed, for invalid options and prompts. The first step
     raises OSError if the file `cache` cannot be read or written, ValueError if it is damaged or another model's.
@@ -121,10 +121,11 @@ def stream(
     prompt_ids = _prompt_ids(model, tokenizer, prompts, decoding.context_shift)
     if not prompt_ids:
         return iter(())
+    require(isinstance(hooks, Hooks), "hooks", hooks, "an instance of minigen.engine.hooks.Hooks")
     drafts = draft_model is not None or speculation.prompt_lookup_num_tokens
     n = decoding.num_return_sequences
     if cache is not None:
-        ok = isinstance(cache, str | os.PathLike | PrefixCache)
+        ok = isinstance(cache, str | os.PathLike | PrefixCache) and "\0" not in str(cache)
         require(ok, "cache", cache, "the path of a file, a PrefixCache, or None")
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with a prompt cache")
         if isinstance(cache, PrefixCache):

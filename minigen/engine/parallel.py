@@ -107,6 +107,7 @@ def single_threaded_blas():
     """Within this context, BLAS runs each product on the calling thread; the pool above has a thread per core.
 
     BLAS's own threads wait for each other in every product, and so for any other program that has one of the cores.
+    A pass over a single row does not use it: there, waking BLAS's threads costs less than waking the pool's.
     The setting is the whole process's: the last of several users that overlap restores what the first one found.
     """
     global _blas_users

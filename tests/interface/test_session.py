@@ -329,6 +329,9 @@ def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(loaded):
     for draft in (other, model):
         (done,) = minigen.generate(model, tokenizer, [[1, 2]], cache=cache, draft_model=(draft, tokenizer), **options)
     assert done.speculation.accepted == done.speculation.drafted
+    for name, value in (("hooks", None), ("cache", "a\0b"), ("cache", 3)):
+        with pytest.raises(ValueError, match=f"{name} is"):
+            minigen.stream(model, tokenizer, "a", **{name: value})
     for draft in ((1, 2), (model, None), (tokenizer, model)):
         with pytest.raises(ValueError, match="draft_model is"):
             minigen.stream(model, tokenizer, "a", draft_model=draft)
