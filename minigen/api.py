@@ -176,7 +176,7 @@ def stream(
         for batch in [[prompt] for prompt in every] if drafts or beam.num_beams > 1 else [every]:
             prefix = cache if isinstance(cache, PrefixCache) else None
             stops = stop_predicate(tokenizer, decoding.stop)
-            run = Run(model, sampling, decoding, speculation, hooks, prefix, stops)
+            run = Run(model, sampling, decoding, hooks, prefix, stops)
             rows = [Sequence(run, prompt_ids[prompt], prompt, number) for prompt in batch for number in range(n)]
             outputs = {row.index: RowOutput(run, tokenizer) for row in rows}
             tokens = decoder(run, rows)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import minigen
 from minigen.command.colors import UNLIKELY, TokenColorizer
+from minigen.engine.batch_invariant import BATCH_INVARIANT
+from minigen.engine.linear import weights_are_blocked
 from minigen.options import OPTIONS
 
 # Control characters, which could move a terminal's cursor or set its title -> symbols. Newline and tab stay.
@@ -115,6 +117,11 @@ def _in_row_order(steps):
             current += step.finish_reason is not None
 
 
+def _layout():
+    """How the weights lie in memory, as MINIGEN_LINEAR names it. The last bits of logits depend on it."""
+    return "blocks" if weights_are_blocked() else "plain"
+
+
 def _as_json(step, prompt, model, seed):
     done = step.completion
     logprobs = None
@@ -142,6 +149,8 @@ def _as_json(step, prompt, model, seed):
             "score": done.score,
             "model": model,
             "seed": seed,
+            "layout": _layout(),
+            "batch_invariant": BATCH_INVARIANT,
             "speculation": done.speculation and asdict(done.speculation),
             "timings": done.timings._asdict(),
         },
@@ -220,12 +229,15 @@ def header(name, folder, model, draft_name, options):
     """The model, and every setting that is needed to repeat the run."""
     beams = options.get("num_beams", 1) > 1
     always = ["max_tokens"] if beams else ["temperature", "top_p", "max_tokens"]
+    if draft_name or options.get("prompt_lookup_num_tokens"):
+        always.append("speculation_rule")
     settings = {option: OPTIONS[option].default for option in always} | options
     if beams or settings["temperature"] == 0:  # nothing is drawn
         del settings["seed"]
     listed = " ".join(f"{option} {value!r}" for option, value in settings.items() if value != {})
     drafts = f" · drafts by {draft_name}" if draft_name else ""
-    return f"{model_line(name, folder, model)}{drafts} · {listed}"
+    invariant = ", batch invariant" if BATCH_INVARIANT else ""
+    return f"{model_line(name, folder, model)}{drafts} · {listed} · layout {_layout()}{invariant}"
 
 
 def closing_line(completions, prompt_cache):

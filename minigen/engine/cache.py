@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minigen.engine.batch_invariant import padded_length
 from minigen.engine.validation import is_int, require
 
 
@@ -57,17 +58,18 @@ class KVCache:
         self.capacity = int(capacity)  # with a NumPy uint64, negative positions would become floats
         self.window = window and int(window)
         # Zeros, not np.empty: attention multiplies the masked slots of a short row by 0, and NaN * 0 is NaN.
-        shape = (batch, n_head, d_head, self.capacity)
+        n_slots = padded_length(self.capacity)
+        shape = (batch, n_head, d_head, n_slots)
         self.keys = [np.zeros(shape, np.float32) for _ in range(n_layer)]
         self.values = [np.zeros(shape, np.float32) for _ in range(n_layer)]
-        self.slot_pos = np.full((batch, self.capacity), -1)
+        self.slot_pos = np.full((batch, n_slots), -1)
         self.length = np.zeros(batch, int)
 
     def __repr__(self):
-        _, H, D, C = self.keys[0].shape
+        _, H, D, _ = self.keys[0].shape
         window = f", window {self.window}" if self.window else ""
         return (
-            f"<KVCache: {len(self.keys)} layers x {H} heads x {D}, {self.batch} rows of {C} slots{window}, "
+            f"<KVCache: {len(self.keys)} layers x {H} heads x {D}, {self.batch} rows of {self.capacity} slots{window}, "
             f"{self.nbytes / 2**20:.1f} MiB, lengths {self.length.tolist()}>"
         )
 
@@ -119,7 +121,7 @@ class KVCache:
         else:
             source, target = np.s_[rows, ..., columns], np.s_[rows, ..., slots[rows, columns]]
 
-        used = min(length.max(), self.capacity)
+        used = padded_length(min(length.max(), self.capacity))
         slot_pos = self.slot_pos[:, None, None, :used]  # [B, C] -> [B, 1, 1, S]
         query_pos = positions[:, None, :, None]  # [B, T] -> [B, 1, T, 1]
         mask = (slot_pos >= 0) & (slot_pos <= query_pos)

@@ -195,7 +195,6 @@ class Run:
     model: GPT2
     sampling: Any  # options.SamplingConfig
     config: Any  # options.DecodingConfig
-    speculation: Any = None  # options.SpeculationConfig
     hooks: Hooks = NO_HOOKS
     cache: PrefixCache | None = None  # None: one is made for the prompts, and sized by them and max_tokens
     stops: Callable | None = None  # generated ids -> whether their text holds a stop string

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minigen.engine.batch_invariant import BATCH_INVARIANT, UNPACKED_MAX_MULTIPLIES
 from minigen.engine.parallel import (
     PARALLEL_MIN_ELEMENTS,
     THREADS,
@@ -19,11 +20,10 @@ from minigen.engine.validation import require
 
 
 class Weight(NamedTuple):
-    """A matrix [n_in, n_out] in the layout chosen by `pack_weight`."""
+    """A matrix [n_in, n_out], as `pack_weight` stores it: twice the view of one array, or without blocks."""
 
-    shape: tuple[int, int]  # n_in, n_out
-    dense: np.ndarray | None  # [n_in, n_out]; None in layout "column_blocks"
-    blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one padded with zeros; None in layout "unblocked"
+    dense: np.ndarray  # [n_in, n_out]
+    blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one padded with zeros
 
 
 def linear(x, weight, bias=None):
@@ -35,7 +35,7 @@ def linear(x, weight, bias=None):
         if bias is not None:
             y += bias
     else:
-        y = np.empty((len(rows), weight.shape[1]), np.float32)
+        y = np.empty((len(rows), weight.dense.shape[1]), np.float32)
 
         def compute(index):
             outputs, part = _slice(weight, index, n_slices)
@@ -44,15 +44,12 @@ def linear(x, weight, bias=None):
                 np.add(y[:, outputs], bias[outputs], out=y[:, outputs])
 
         parallel_for(compute, n_slices)
-    return y.reshape(*x.shape[:-1], weight.shape[1])  # [rows, n_out] -> [..., n_out]
+    return y.reshape(*x.shape[:-1], y.shape[1])  # [rows, n_out] -> [..., n_out]
 
 
 def embed(ids, weight):
     """Look up token embeddings: columns of a `Weight` [n_embd, V]. ids: int [B, T] -> [B, T, n_embd]."""
-    if weight.dense is not None:
-        return weight.dense.T[ids]
-    width = weight.blocks.shape[2]
-    return weight.blocks[ids // width, :, ids % width]
+    return weight.dense.T[ids]
 
 
 # ---- how a few rows cost little more than one -------------------------------------------------------------------
@@ -75,10 +72,7 @@ def embed(ids, weight):
 #     768 x 50,257 dense   5.1   9.6  19.2  18.1  17.7  19.6  24.0  28.4  32.0  34.9
 #                  blocks    -   6.7   8.4   9.6  10.8  15.8  26.1  30.6  46.9  60.5
 
-# OpenBLAS does not pack a product of up to this many multiplications and, for row_blocks, up to 1,200 results (its
-# kernel/x86_64/sgemm_small_kernel_permit_skylakex.c).
-UNPACKED_MAX_MULTIPLIES = 1_000_000
-# Maximum rows per small product: 16 rows x 64 columns = 1,024 results, below the limit of 1,200.
+# Maximum rows per small product: 16 rows x 64 columns = 1,024 results, less than UNPACKED_MAX_RESULTS.
 BLOCK_MAX_ROWS = 16
 # Packing pays off from about 24 to 48 rows, depending on the matrix shape.
 DENSE_MIN_ROWS = 32
@@ -89,7 +83,7 @@ ROWWISE_MAX_ROWS = 5
 
 def _number_of_slices(weight, n_rows):
     """The number of slices of its outputs in which the threads share a product with a weight."""
-    is_small = math.prod(weight.shape) * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
+    is_small = weight.dense.size * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
     if is_small or not blas_is_single_threaded():  # otherwise BLAS's own threads share the product
         return 1
     # One per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the product:
@@ -99,27 +93,26 @@ def _number_of_slices(weight, n_rows):
 
 def _slice(weight, index, n_slices):
     """One of n_slices of a weight's outputs: (slice of the outputs, `Weight` of these)."""
-    n_in, n_out = weight.shape
+    n_out = weight.dense.shape[1]
     width = 1 if weight.blocks is None else weight.blocks.shape[2]
     n_blocks = -(-n_out // width)
     first, last = n_blocks * index // n_slices, n_blocks * (index + 1) // n_slices
     outputs = slice(first * width, min(last * width, n_out))
-    dense = None if weight.dense is None else weight.dense[:, outputs]
-    blocks = None if weight.blocks is None else weight.blocks[first:last]
-    return outputs, Weight((n_in, outputs.stop - outputs.start), dense, blocks)
+    return outputs, Weight(weight.dense[:, outputs], None if weight.blocks is None else weight.blocks[first:last])
 
 
 def _matmul(rows, weight, out=None):
     """rows @ weight, by the fastest path for this number of rows; written to `out` if given."""
-    if weight.dense is not None and (len(rows) == 1 or weight.blocks is None or len(rows) >= DENSE_MIN_ROWS):
-        if 1 < len(rows) < ROWWISE_MAX_ROWS:
-            return _rowwise_matmul(rows, weight.dense, out)
-        return np.matmul(rows, weight.dense, out=out)
-    y = _blocked_matmul(rows, weight.blocks)[:, : weight.shape[1]]
-    if out is None:
-        return y
-    out[:] = y
-    return out
+    n_rows, n_out = len(rows), weight.dense.shape[1]
+    if BATCH_INVARIANT or (weight.blocks is not None and 1 < n_rows < DENSE_MIN_ROWS):
+        y = _blocked_matmul(rows, weight.blocks)[:, :n_out]
+        if out is None:
+            return y
+        out[:] = y
+        return out
+    if 1 < n_rows < ROWWISE_MAX_ROWS:
+        return _rowwise_matmul(rows, weight.dense, out)
+    return np.matmul(rows, weight.dense, out=out)
 
 
 def _rowwise_matmul(rows, dense, out=None):
@@ -138,7 +131,7 @@ def _blocked_matmul(rows, blocks):
     chunk = max(2, -(-len(rows) // n_chunks))  # a chunk of one row would be a matrix-vector product
     chunks = np.zeros((n_chunks * chunk, n_in), np.float32)
     chunks[: len(rows)] = rows
-    chunks = chunks.reshape(n_chunks, chunk, n_in)
+    chunks = chunks.reshape(n_chunks, chunk, n_in)  # [n_chunks * chunk, n_in] -> [n_chunks, chunk, n_in]
     y = np.empty((n_chunks, chunk, n_blocks, width), np.float32)
     by_block = y.transpose(2, 0, 1, 3)  # [n_chunks, chunk, n_blocks, width] -> [n_blocks, n_chunks, chunk, width]
     # NumPy multiplies all chunks by one block before the next, so each block is read from memory once.
@@ -151,70 +144,73 @@ def _blocked_matmul(rows, blocks):
 
 # Rows of a weight per task when it is copied into its layout: few enough to stay in a core's cache.
 COPY_ROWS = 128
-# MINIGEN_LINEAR -> layout. In "row_blocks" the n_in weights of an output are contiguous, as in the rows of [out, in],
-# which most libraries store; in "column_blocks" a block's weights for one input are, as in GPT-2's files.
-LAYOUTS = {"plain": "unblocked", "rows": "row_blocks", "columns": "column_blocks"}
 
 
-def pack_weight(weight, layout=None):
-    """Store a matrix [n_in, n_out], whatever its order in memory, as a `Weight`: a copy, unless unblocked.
+def pack_weight(weight, blocked=None):
+    """Store a matrix [n_in, n_out], whatever its order in memory, as a `Weight`.
 
-    layout: "unblocked", "row_blocks" or "column_blocks"; None for the one that MINIGEN_LINEAR names, or else the
-    fastest on this machine, which the first call measures. Raises ValueError if MINIGEN_LINEAR has an invalid value.
+    blocked: whether to copy it, so that the n_in weights of each output are contiguous, and cut it into blocks of
+    outputs; None for what `weights_are_blocked` says. Without blocks nothing is copied.
     """
-    layout = layout or _choose_layout()
-    return Weight(weight.shape, weight, None) if layout == "unblocked" else _to_blocks(weight, layout)
-
-
-def _to_blocks(weight, layout):
-    """Copy a matrix [n_in, n_out] into blocks of columns, [n_blocks, n_in, width]."""
+    if not (weights_are_blocked() if blocked is None else blocked):
+        return Weight(weight, None)
     n_in, n_out = weight.shape
     width = next((width for width in (64, 32) if width * n_in * BLOCK_MAX_ROWS // 2 <= UNPACKED_MAX_MULTIPLIES), 16)
     n_blocks = -(-n_out // width)
     # Not np.zeros, whose memory does not get huge pages: products with it take 5 % longer.
-    if layout == "row_blocks":
-        transposed = np.empty((n_blocks * width, n_in), np.float32)
-        # [n_blocks * width, n_in] -> [n_blocks, n_in, width]
-        blocks, dense = transposed.reshape(n_blocks, width, n_in).swapaxes(1, 2), transposed[:n_out].T
-    else:
-        blocks, dense = np.empty((n_blocks, n_in, width), np.float32), None
+    outputs = np.empty((n_blocks * width, n_in), np.float32)
+    outputs[n_out:] = 0
 
     # A copy that transposes reads whole cache lines if it takes a few rows at a time: 1.7 ns per value instead of 5.
     def copy(index):
         rows = slice(index * COPY_ROWS, (index + 1) * COPY_ROWS)
-        if dense is not None:
-            dense[rows] = weight[rows]
-        else:
-            for i in range(n_blocks):
-                columns = weight[rows, i * width : (i + 1) * width]
-                blocks[i, rows, : columns.shape[1]] = columns
+        outputs[:n_out, rows] = weight[rows].T
 
     parallel_for(copy, -(-n_in // COPY_ROWS))
-    blocks[-1, :, width - (n_blocks * width - n_out) :] = 0
-    return Weight(weight.shape, dense, blocks)
+    # [n_blocks * width, n_in] -> [n_blocks, n_in, width]
+    return Weight(outputs[:n_out].T, outputs.reshape(n_blocks, width, n_in).swapaxes(1, 2))
 
 
 @cache
-def _choose_layout():
-    """The layout that MINIGEN_LINEAR names, or else the fastest on this machine, measured once."""
+def weights_are_blocked():
+    """Whether weights are stored in blocks, as MINIGEN_LINEAR says, or else as is faster on this machine.
+
+    Raises ValueError if MINIGEN_LINEAR has an invalid value, or if this machine cannot do MINIGEN_BATCH_INVARIANT.
+    """
     asked = os.environ.get("MINIGEN_LINEAR", "")
-    allowed = "plain (BLAS alone), rows or columns (blocks in that order), or blocks (the faster of these two)"
-    require(asked in ("", "blocks", *LAYOUTS), "MINIGEN_LINEAR", asked, allowed)
-    if asked in LAYOUTS:
-        return LAYOUTS[asked]
-    weight = np.full((1024, 2048), 0.5, np.float32)  # 8 MB, more than a core's own cache
-    # Four rows, as in beam search and speculation. With eight, dense products and blocks can be within 10 % of each
-    # other if these 8 MB stay in a shared cache, although blocks are twice as fast in a model, read from memory.
-    rows = np.ones((4, 1024), np.float32)
-    packed = {layout: pack_weight(weight, layout) for layout in LAYOUTS.values()}
-    seconds = dict.fromkeys(packed, math.inf)
+    require(asked in ("", "blocks", "plain"), "MINIGEN_LINEAR", asked, "blocks, plain (BLAS alone), or unset")
+    if BATCH_INVARIANT:
+        require(asked != "plain", "MINIGEN_LINEAR", asked, "blocks or unset with MINIGEN_BATCH_INVARIANT")
+        _check_batch_invariance()
+        return True
+    if asked:
+        return asked == "blocks"
+    # 8 MB, more than a core's own cache, and four rows, as in beam search and speculation. With eight, dense products
+    # and blocks can be within 10 % of each other if these 8 MB stay in a shared cache, although blocks are twice as
+    # fast in a model, read from memory.
+    weight, rows = np.full((1024, 2048), 0.5, np.float32), np.ones((4, 1024), np.float32)
+    packed = [pack_weight(weight, blocked) for blocked in (False, True)]
+    seconds = [math.inf, math.inf]
     with single_threaded_blas():
         for _ in range(6):
-            for layout in packed:
+            for blocked in (False, True):
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
-                _matmul(rows, packed[layout])
-                seconds[layout] = min(seconds[layout], time.thread_time() - start)
-    # Require a clear margin, so that near-ties resolve the same way every run: the layouts add up in different orders,
-    # so their results differ in the last bits.
-    best = "column_blocks" if seconds["column_blocks"] < 0.75 * seconds["row_blocks"] else "row_blocks"
-    return "unblocked" if seconds["unblocked"] < 0.9 * seconds[best] and asked != "blocks" else best
+                _matmul(rows, packed[blocked])
+                seconds[blocked] = min(seconds[blocked], time.thread_time() - start)
+    # Require a clear margin, so that near-ties resolve the same way every run: the two add up in different orders, so
+    # their results differ in the last bits.
+    return seconds[True] * 0.9 < seconds[False]
+
+
+def _check_batch_invariance():
+    """Raise ValueError if BLAS's small products give a row other bits in the company of other rows."""
+    rng = np.random.default_rng(0)
+    rows, weight = rng.standard_normal((BLOCK_MAX_ROWS, 768), np.float32), rng.standard_normal((768, 64), np.float32)
+    blocks = pack_weight(weight, blocked=True).blocks
+    expected = _blocked_matmul(rows, blocks)
+    for n in range(1, len(rows)):
+        if (_blocked_matmul(rows[:n], blocks) != expected[:n]).any():
+            raise ValueError(
+                "MINIGEN_BATCH_INVARIANT is set, but with this machine's BLAS the last bits of a product depend on the "
+                "number of rows: unset it"
+            )

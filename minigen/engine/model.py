@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from minigen.engine.batch_invariant import BATCH_INVARIANT
 from minigen.engine.cache import KVCache
 from minigen.engine.linear import embed, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, attention, layer_norm, rowwise
@@ -114,7 +115,7 @@ class GPT2:
         """
         ids, cache, positions = self._checked(ids, cache, pad)
         # For one row, BLAS's own threads are faster; for more, the pool's. See parallel.py.
-        with single_threaded_blas() if ids.size > 1 else nullcontext():
+        with single_threaded_blas() if ids.size > 1 or BATCH_INVARIANT else nullcontext():
             return self._logits(ids, cache, positions, last_only, attention_hook)
 
     def _logits(self, ids, cache, positions, last_only, attention_hook):

@@ -5,6 +5,7 @@ Arrays are float32. Functions of the last axis accept any leading shape. model.p
 
 import numpy as np
 
+from minigen.engine.batch_invariant import BATCH_INVARIANT, SLOT_BLOCK, max_queries, padded_length
 from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for
 
 # 256 KB of values, so that a few arrays of this size fit in a core's own cache.
@@ -85,11 +86,15 @@ def softmax(x, out=None):
     """exp(x) / sum(exp(x)) over the last axis; entries of -inf become exactly 0. `out` may be x itself.
 
     The maximum is subtracted first, which changes nothing but keeps exp from overflowing. At least one entry of each
-    row must be finite.
+    row must be finite. (With batch invariance, the length of the axis must be a multiple of SLOT_BLOCK.)
     """
     out = np.subtract(x, x.max(axis=-1, keepdims=True), out=out)
     np.exp(out, out=out)
-    out /= out.sum(axis=-1, keepdims=True)
+    if BATCH_INVARIANT:
+        sums = out.reshape(*out.shape[:-1], -1, SLOT_BLOCK).sum(axis=-1)  # [..., S] -> [..., S / SLOT_BLOCK]
+        out /= np.add.accumulate(sums, axis=-1)[..., -1:]
+    else:
+        out /= out.sum(axis=-1, keepdims=True)
     return out
 
 
@@ -130,22 +135,29 @@ def attention(q, keys, values, scale, mask=None):
     """
     B, H, D, T = q.shape
     S = keys.shape[3]
+    n_queries = QUERY_CHUNK
+    if BATCH_INVARIANT:
+        n_queries = min(QUERY_CHUNK, max_queries(S, D))
+        if T % n_queries == 1:  # the last product would have a single query: repeat it
+            q = np.concatenate([q, q[..., -1:]], axis=3)
+            mask = mask if mask is None else np.concatenate([mask, mask[:, :, -1:]], axis=2)
+            return attention(q, keys, values, scale, mask)[:, :T]
     result = np.empty((B, T, H, D), np.float32)
     by_head = result.swapaxes(1, 2)  # [B, T, H, D] -> [B, H, T, D]
     # Groups of heads: small enough that their scores stay in the CPU cache; one per thread if there are many keys.
     n_groups = max(
-        -(-B * H * min(T, QUERY_CHUNK) * S // CHUNK_ELEMENTS),
+        -(-B * H * min(T, n_queries) * S // CHUNK_ELEMENTS),
         THREADS if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1,
     )
     n_groups = min(n_groups, H)
     tasks = []
-    for start in reversed(range(0, T, QUERY_CHUNK)):  # the last queries see the most keys, so they come first
-        chunk = slice(start, start + QUERY_CHUNK)
+    for start in reversed(range(0, T, n_queries)):  # the last queries see the most keys, so they come first
+        chunk = slice(start, start + n_queries)
         visible, used = None, S
         if mask is not None:
             visible = mask[:, :, chunk]
             # No query of this chunk sees a key from `used` on: in a prompt, the keys of all later tokens.
-            used = np.flatnonzero(visible.any(axis=(0, 1, 2)))[-1] + 1
+            used = padded_length(np.flatnonzero(visible.any(axis=(0, 1, 2)))[-1] + 1)
             visible = visible[..., :used]
         for i in range(n_groups):
             tasks.append((chunk, slice(H * i // n_groups, H * (i + 1) // n_groups), used, visible))

@@ -34,6 +34,7 @@ from minigen.engine.sampler import History, next_token_probs, sample_token
 class SpeculationStats:
     """Draft acceptance statistics of one row."""
 
+    rule: str  # a key of `RULES`
     drafted: int = 0
     accepted: int = 0
     target_passes: int = 0  # after the prompt; each gives at most one token more than it accepts
@@ -49,7 +50,7 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
     """
     run.hooks.on_start(run, [row])
     draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None
-    stats = row.speculation = SpeculationStats()
+    stats = row.speculation = SpeculationStats(rule.__name__)
     while True:
         context = row.context
         # Run the prompt, or what a context shift left; in other rounds nothing is missing.

@@ -72,14 +72,10 @@ def fingerprint(model):
 
 def _bit_sums(param):
     """The values of a parameter as unsigned integers: a vector itself, a matrix's sums along each of its axes."""
-    if isinstance(param, Weight):
-        blocks = param.blocks if param.dense is None else param.dense[None]  # [n_in, n_out] -> [1, n_in, n_out]
-    elif param.ndim == 2:
-        blocks = param[None]
-    else:
-        return [param.view(np.uint32)]
-    bits = blocks.view(np.uint32)  # [n_blocks, n_in, width]; the last block is padded with zeros
-    return bits.sum(axis=1, dtype=np.uint64).ravel()[: param.shape[-1]], bits.sum(axis=(0, 2), dtype=np.uint64)
+    bits = (param.dense if isinstance(param, Weight) else param).view(np.uint32)
+    if bits.ndim == 1:
+        return [bits]
+    return bits.sum(axis=0, dtype=np.uint64), bits.sum(axis=1, dtype=np.uint64)
 
 
 def _restore(path, cache, prompt, model_fingerprint):

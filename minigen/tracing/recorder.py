@@ -241,12 +241,12 @@ class Recorder(Hooks):
         columns = [_probs(logits, row.history, config) for _, config in stages(self.sampling)[:-1]] + [p]
         noise, drawn_from, listed = row.noise, p, [token]
         if draft:
-            is_rejection = self.run.speculation.speculation_rule == "rejection"
+            is_rejection = row.speculation.rule == "rejection"
             accepted, q = token == draft.token, draft.q
             u = float(noise._replace(stream=1).uniforms([0])[0]) if is_rejection else None
             choice["draft"] = {"token": draft.token, "accepted": accepted, "u": u, "p": float(p[draft.token])}
             choice["draft"] |= {"q": None if q is None else float(q[draft.token])}
-            choice["draft"] |= {"rule": "rejection" if is_rejection else "coupled"}
+            choice["draft"] |= {"rule": row.speculation.rule}
             if q is not None:
                 columns.append(np.pad(q, (0, len(p) - len(q))))
             if is_rejection:

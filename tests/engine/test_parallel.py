@@ -226,11 +226,11 @@ print(counts() == before)
 # ---- linear layers and attention on several threads --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["row_blocks", "column_blocks"])
-def test_linear_on_several_threads_is_the_same_product(three_threads, layout):
+@pytest.mark.parametrize("blocked", [True, False])
+def test_linear_on_several_threads_is_the_same_product(three_threads, blocked):
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal((768, 1403)).astype(np.float32)
-    weight = pack_weight(matrix, layout)
+    weight = pack_weight(matrix, blocked)
     for n_rows in (1, 2, 5, 16, 17, 31):
         x = rng.standard_normal((n_rows, 768)).astype(np.float32)
         np.testing.assert_allclose(linear(x, weight), x.astype(float) @ matrix.astype(float), atol=5e-4)
@@ -239,7 +239,7 @@ def test_linear_on_several_threads_is_the_same_product(three_threads, layout):
 def test_two_threads_may_use_one_weight_at_once(three_threads):
     rng = np.random.default_rng(0)
     matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
-    weight = pack_weight(matrix, "row_blocks")
+    weight = pack_weight(matrix, blocked=True)
     wrong = []
 
     def run(seed):
@@ -333,66 +333,57 @@ def compute_for(seconds):
         pass
 
 
-@pytest.mark.parametrize("slow", ["blocks", "unblocked", "row_blocks", "column_blocks"])
-def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
-    real_blocks, real_singles = linear_module._blocked_matmul, linear_module._rowwise_matmul
+@pytest.mark.parametrize("blocked", [True, False])
+def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
+    slow = "_rowwise_matmul" if blocked else "_blocked_matmul"
+    real = getattr(linear_module, slow)
 
-    def by_blocks(x, blocks):
-        layout = "row_blocks" if blocks.strides[1] < blocks.strides[2] else "column_blocks"
-        if slow in ("blocks", layout):
-            compute_for(0.01)
-        return real_blocks(x, blocks)
-
-    def one_by_one(x, weight, out=None):
-        if slow != "blocks":
-            compute_for(0.02)
-        return real_singles(x, weight, out)
+    def slowed(*args):
+        compute_for(0.02)
+        return real(*args)
 
     monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
-    monkeypatch.setattr(linear_module, "_blocked_matmul", by_blocks)
-    monkeypatch.setattr(linear_module, "_rowwise_matmul", one_by_one)
-    faster = {
-        "blocks": ["unblocked"],
-        "unblocked": ["row_blocks", "column_blocks"],
-        "row_blocks": ["column_blocks"],
-        "column_blocks": ["row_blocks"],
-    }
-    assert linear_module._choose_layout.__wrapped__() in faster[slow]
+    monkeypatch.setattr(linear_module, slow, slowed)
+    assert linear_module.weights_are_blocked.__wrapped__() is blocked
+
+
+@pytest.mark.parametrize(("asked", "blocked"), [("plain", False), ("blocks", True)])
+def test_minigen_linear_forces_a_layout(asked, blocked):
+    code = (
+        "import numpy as np; from minigen.engine.linear import pack_weight;"
+        "print(pack_weight(np.ones((100, 256), np.float32)).blocks is not None)"
+    )
+    assert python(code, MINIGEN_LINEAR=asked) == f"{blocked}\n"
 
 
 @pytest.mark.parametrize(
-    ("asked", "n_blocks", "contiguous"), [("plain", None, 1), ("rows", 4, 1), ("columns", 4, 2)], ids=str
+    ("env", "allowed"),
+    [
+        ({"MINIGEN_LINEAR": "fast"}, "blocks, plain"),
+        ({"MINIGEN_LINEAR": "plain", "MINIGEN_BATCH_INVARIANT": "1"}, "with MINIGEN_BATCH_INVARIANT"),
+    ],
+    ids=str,
 )
-def test_minigen_linear_forces_a_layout(asked, n_blocks, contiguous):
-    code = (
-        "import numpy as np; from minigen.engine.linear import pack_weight;"
-        "blocks = pack_weight(np.ones((100, 256), np.float32)).blocks;"
-        "print(*(None, 1) if blocks is None else (len(blocks), blocks.strides.index(4)))"
+def test_another_value_of_minigen_linear_is_refused(env, allowed):
+    run = subprocess.run(
+        [sys.executable, "-m", "minigen", "a"], cwd=ROOT, env=os.environ | env, capture_output=True, text=True
     )
-    assert python(code, MINIGEN_LINEAR=asked) == f"{n_blocks} {contiguous}\n"
-    assert python(code, MINIGEN_LINEAR="blocks").startswith("4 ")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert "MINIGEN_LINEAR" in run.stderr and env["MINIGEN_LINEAR"] in run.stderr and allowed in run.stderr
 
 
-def test_another_value_of_minigen_linear_is_refused():
-    env = os.environ | {"MINIGEN_LINEAR": "fast"}
-    run = subprocess.run([sys.executable, "-m", "minigen", "a"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert "MINIGEN_LINEAR" in run.stderr and "fast" in run.stderr and "rows" in run.stderr
-    assert run.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("layout", ["row_blocks", "column_blocks"])
 @pytest.mark.parametrize("n_in", [8, 100, 768, 1024, 1280, 1600, 3072, 4096, 6400, 20000])
-def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in, layout):
+def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in):
     sizes, real = [], np.matmul
 
     def matmul(a, b, out=None):
-        sizes.append((a.shape[-2], a.shape[-2] * a.shape[-1] * b.shape[-1]))
+        rows, inner, columns = *a.shape[-2:], b.shape[-1]
+        sizes.append((rows, rows * inner * columns, rows * columns))
         return real(a, b, out=out)
 
-    weight = pack_weight(np.ones((n_in, 70), np.float32), layout)
+    weight = pack_weight(np.ones((n_in, 70), np.float32), blocked=True)
     monkeypatch.setattr(ops.np, "matmul", matmul)
-    for n_rows in (1, 2, 3, 8, 9, 16, 17, 31)[layout == "row_blocks" :]:  # there, one row takes the dense weight
+    for n_rows in (2, 3, 8, 9, 16, 17, 31):  # one row takes the dense weight
         linear(np.ones((n_rows, n_in), np.float32), weight)
-    assert sizes and all(rows >= 2 and product <= 1_000_000 for rows, product in sizes)
+    assert sizes
+    assert all(rows >= 2 and multiplies <= 1_000_000 and results <= 1_200 for rows, multiplies, results in sizes)

@@ -44,7 +44,8 @@ def test_the_text_is_plain_decodings(cli, fairytale, args):
     record = json.loads(out)
     assert record["text"] == plain.text and record["token_ids"] == plain.token_ids
     stats = record["speculation"]
-    assert set(stats) == {"drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
+    assert stats["rule"] == "coupled"
+    assert set(stats) == {"rule", "drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
     assert stats["target_passes"] + stats["accepted"] - 20 in (0, 1)
     if "auto" not in args:  # counts of a run that repeats
         share = stats["accepted"] / stats["drafted"]

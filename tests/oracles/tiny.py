@@ -81,12 +81,11 @@ def tiny_params(config: dict, seed: int = 0, std: float = 0.5) -> dict[str, np.n
 
 
 def as_stored(model) -> dict[str, np.ndarray]:
-    """A GPT2's parameters in the shapes of a checkpoint's file, put together again from the blocks of `pack_weight`."""
+    """A GPT2's parameters in the shapes of a checkpoint's file."""
     params = {}
     for name, value in model.params.items():
         if not isinstance(value, np.ndarray):
-            value = value.dense if value.blocks is None else np.concatenate(list(value.blocks), 1)[:, : value.shape[1]]
-            value = value.T if name in ("wte.weight", "lm_head.weight") else value
+            value = value.dense.T if name in ("wte.weight", "lm_head.weight") else value.dense
         params[name] = value
     return params
 

@@ -28,8 +28,8 @@ LINKED = [*PAGES, "minigen/README.md", "benchmarks/README.md"]
 
 # Installs something, needs the network or a model that is not bundled, or takes more than ten seconds.
 NOT_RUN = re.compile(r"\b(venv \.venv|pip|pytest|gpt2\S*|benchmarks|tests)\b")
-# Times and speeds differ from run to run.
-TIMES = re.compile(r"\d+\.\d+ s\b|\d+\.\d+ tokens/s|\d+\.\d+/s")
+# Times and speeds differ from run to run, and the layout of weights from machine to machine.
+TIMES = re.compile(r"\d+\.\d+ s\b|\d+\.\d+ tokens/s|\d+\.\d+/s|layout \w+")
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)  # indented in lists
 HABITS = "but for|anew|beside|as it were|is no|has not|need not|take over|so many|come about|a second|stands|lies"
 

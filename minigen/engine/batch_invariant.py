@@ -1,0 +1,33 @@
+"""Batch invariance: MINIGEN_BATCH_INVARIANT=1 makes a row's logits independent of what is computed along with it.
+
+Floating-point sums depend on their order. BLAS and NumPy choose the order by the shape of an array, so a row's logits
+differ in the last bits with the number of rows, of new tokens and of slots. If the two best tokens are nearly equally
+likely, that can change a text. In this mode each sum has one order, whatever the shape:
+
+- linear: all products take the path for a few rows, whose small products BLAS does not pack.
+- attention: at least two queries, few enough that BLAS does not pack; a number of slots that is a multiple of
+  SLOT_BLOCK, of which softmax adds up one block after the other.
+- forward: BLAS runs on one thread, for one row as well.
+
+It costs time, most of all for prompts; benchmarks/README.md has the figures.
+"""
+
+import os
+
+BATCH_INVARIANT = os.environ.get("MINIGEN_BATCH_INVARIANT", "") not in ("", "0")
+SLOT_BLOCK = 64
+
+# OpenBLAS does not pack a product of up to this many multiplications and, if the right-hand matrix is stored with n_in
+# contiguous, this many results (its kernel/x86_64/sgemm_small_kernel_permit_skylakex.c).
+UNPACKED_MAX_MULTIPLIES = 1_000_000
+UNPACKED_MAX_RESULTS = 1_200
+
+
+def padded_length(n_slots):
+    """The number of slots that attention reads if `n_slots` are in use."""
+    return -(-n_slots // SLOT_BLOCK) * SLOT_BLOCK if BATCH_INVARIANT else n_slots
+
+
+def max_queries(n_slots, d_head):
+    """The most queries in a product with the keys and values of n_slots that BLAS does not pack; at least 2."""
+    return max(2, min(UNPACKED_MAX_MULTIPLIES // (n_slots * d_head), UNPACKED_MAX_RESULTS // d_head))
