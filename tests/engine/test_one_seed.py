@@ -31,7 +31,7 @@ FILTERS = {
     "all": dict(top_k=8, top_p=0.95, min_p=0.02, typical_p=0.95, repetition_penalty=1.3, no_repeat_ngram_size=3),
 }
 V, N_TOKENS = 12, 24
-N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 16))  # .ci/run sets 300, and 8 for the bundled pair
+N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 8))  # .ci/run sets 300, and so 8 for the bundled pair
 PROMPT = [3, 1, 4, 1, 5]
 OTHERS = [[1], [2, 7], [9, 2, 6, 5, 3, 5, 8], PROMPT[:3], [8, 8, 8, 8], [0], PROMPT[::-1]]
 
@@ -196,10 +196,7 @@ def check_bundled_pair(seeds, n, path, at_most):
     assert exceptions.total() <= at_most
 
 
-def test_the_bundled_pair_differs_only_at_near_ties(tmp_path):
-    check_bundled_pair([0], 12, tmp_path / "prompt", at_most=1)
-
-
 @pytest.mark.slow
 def test_the_bundled_pair_differs_only_at_near_ties_for_many_seeds(tmp_path):
-    check_bundled_pair(range(1 if N_SEEDS < 300 else 8), 60, tmp_path / "prompt", at_most=8)
+    seeds, n, at_most = ([0], 16, 1) if N_SEEDS < 300 else (range(8), 60, 8)
+    check_bundled_pair(seeds, n, tmp_path / "prompt", at_most)
