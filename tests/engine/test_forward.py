@@ -137,7 +137,7 @@ def big_model():
 class TestGPT2Shape:
     """GPT-2's own size with random weights: other matrix shapes, so other paths through `linear`."""
 
-    @pytest.mark.parametrize("chunks", [[200], [30, 7, 2, 25, 3, 1, 16, 4, 5, 7]], ids=["at once", "irregular chunks"])
+    @pytest.mark.parametrize("chunks", [[100], [30, 7, 2, 25, 3, 1, 16, 4, 5, 7]], ids=["at once", "irregular chunks"])
     def test_logits_equal_transformers_however_the_prompt_is_cut(self, big_model, chunks):
         cache = big_model.new_cache(capacity=N_PROMPT)
         assert_golden(BIG, feed(big_model, GOLDEN[f"{BIG}/ids"][None, : sum(chunks)], cache, chunks))

@@ -1569,6 +1569,7 @@ def heavy():
     return config, tiny_params(config)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is measured with Linux's /proc")
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "F32 in shards", "F32 with a copy of the head"])
 def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, heavy, kind):
