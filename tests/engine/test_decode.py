@@ -569,6 +569,7 @@ def test_global_generators_are_left_alone(tok):
     assert ids_of(generate(t.model, tok, "ab", seed=4, **FLAT)) == ids_of(first)
 
 
+@pytest.mark.slow
 def test_draws_are_independent(tok):
     """S10: 12,000 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
     t = tiny(n_positions=512, n_layer=1)
@@ -580,6 +581,7 @@ def test_draws_are_independent(tok):
         assert_follows(Counter(pairs.ravel().tolist()), dict.fromkeys(range(16), 1 / 16))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(tok):
     """First and second token of 4,000 continuations, against the float64 reference's own probabilities."""
     t = tiny(4)
@@ -598,6 +600,7 @@ def test_sampled_tokens_have_the_models_distribution(tok):
     assert_follows(Counter(ids), expected)
 
 
+@pytest.mark.slow
 def test_threads_do_not_disturb_each_other(tok, fairytale):
     model, tokenizer = fairytale
     t = tiny(n_positions=128)
@@ -789,6 +792,7 @@ def without_eos(logits, prompt, ids):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("window", [None, 4])
 def test_rows_shift_at_different_times(tok, keep, window):

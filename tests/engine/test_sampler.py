@@ -1129,6 +1129,7 @@ def test_noise_of_neighbours_is_uncorrelated(field):
         assert abs((ours * theirs).mean()) < 5 * sigma
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 def test_draws_of_neighbours_are_independent(field):
     p = np.array([0.4, 0.3, 0.2, 0.1])
@@ -1172,6 +1173,7 @@ def exponentials():
     return np.reshape(noise, (-1, len(SKEWED)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXES)
 def test_frequencies_of_200_000_draws(exponentials, name):
     ids, n_prompt = SEEN

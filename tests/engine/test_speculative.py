@@ -446,6 +446,7 @@ def test_worked_example_faulty(experiment):
         assert shares == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_acceptance_of_each_rule(rule):
     # Rejection: sum of min(p, q). Coupled: token x wins both races if E[x] < min over y of E[y] / max(p[y] / p[x],
@@ -836,6 +837,7 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 400])
 def test_window_together_with_speculation(window):
     model, other = text_model(8, 1), text_model(8, 2)

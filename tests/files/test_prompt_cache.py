@@ -686,6 +686,7 @@ def test_a_full_disk_leaves_the_old_file(tok, file):
     assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.slow
 @posix_only
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_killed_process_leaves_the_old_file(tok, tmp_path, moment):
@@ -728,6 +729,7 @@ def test_the_bytes_are_on_disk_before_the_file_has_its_name(tok, file, monkeypat
     assert len(calls) == 6  # what holds the whole prompt is not written again
 
 
+@pytest.mark.slow
 def test_runs_at_the_same_time_never_leave_a_broken_file(tok, file):
     t, errors = tiny(), []
     prompts = [FIRST[:n] + random_ids(30 - n, seed=n) for n in range(0, 30, 5)]
