@@ -99,7 +99,7 @@ def test_parameter_names_and_shapes_are_the_checkpoints():
 
 
 @pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS)
-@pytest.mark.parametrize("name", ["default", "flags-7", "fairytale", "distilfairytale"])
+@pytest.mark.parametrize("name", ["default", "flags-7", pytest.param("fairytale", marks=pytest.mark.slow)])
 def test_logits_equal_transformers_however_the_prompt_is_cut(name, chunks):
     """K01: with a cache, in any pieces."""
     model = golden_model(name)[2]
@@ -121,6 +121,7 @@ def test_logits_equal_transformers_and_the_reference_with_and_without_a_cache(na
         assert_close(logits[0], expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_greedy_ids_equal_transformers(name):
     new = greedy(golden_model(name)[2], GOLDEN[f"{name}/ids"][:N_START], N_GREEDY)

@@ -211,6 +211,7 @@ def golden_of():
     return entries
 
 
+@pytest.mark.slow
 def test_golden_covers_what_it_should(golden_of):
     counts = {vocab: len(entries) for vocab, entries in golden_of.items()}
     assert sum(counts.values()) >= 600 and all(count >= 100 for count in counts.values()), counts
@@ -241,6 +242,7 @@ def assert_lowest_ids(kept, theirs, value, tie, options):
         assert not np.any(kept & ~theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_same_tokens_and_probabilities_as_transformers(golden_of, vocab):
     for number, (case, _, kept, tie, stored) in enumerate(golden_of[vocab]):
@@ -280,6 +282,7 @@ FILTERS = {  # option -> its function on (logits, ids, n_prompt, value)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_single_filters_keep_what_transformers_keeps(golden_of, option):
     seen = 0

@@ -305,7 +305,7 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
     target, draft, sampling = case(name, V=3)
     expected = enumerate_target(target.logits_of, sampling)
     assert sum(expected.values()) == pytest.approx(1)
-    for k in (2, 4):
+    for k in (2, 4) if name.startswith(("plain", "mix")) else (2,):
         assert largest_difference(experiment.run(target, draft, sampling, k, rule), expected) < 1e-12
 
 
@@ -853,6 +853,7 @@ def test_window_together_with_speculation(window):
         assert outcome(generate_one(model, letters, prompt, temperature=0, **options, **drafter)) == outcome(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 7])
 @pytest.mark.parametrize("window", [None, 6])
 def test_context_shift_together_with_speculation(window, keep):

@@ -607,6 +607,7 @@ def added(content, *flags):
     return {"content": content, "special": True, **{flag: flag in flags for flag in tokenizer_folders.FLAGS}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, text, ids",
     [
