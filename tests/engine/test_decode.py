@@ -149,7 +149,7 @@ def ids_of(completions):
 def test_greedy_ids_are_the_naive_loops(tok, overrides):
     """K01, K03: cached steps against the whole text run anew, alone and in a ragged batch."""
     skipped = total = variety = 0
-    for seed in range(4):
+    for seed in range(3):
         t = tiny(seed, n_positions=32, **overrides)
         batch = generate(t.model, tok, PROMPTS, max_tokens=12, **GREEDY)
         assert [done.prompt_index for done in batch] == [0, 1, 2, 3, 4]
@@ -160,7 +160,7 @@ def test_greedy_ids_are_the_naive_loops(tok, overrides):
             skipped += left_out(done, oracle)
             total += len(oracle.ids)
             variety += len(set(oracle.ids))
-    assert variety > 60, "the models repeat themselves too much to show anything"
+    assert variety > 45, "the models repeat themselves too much to show anything"
     assert skipped < total / 50
 
 
@@ -569,6 +569,7 @@ def test_global_generators_are_left_alone(tok):
     assert ids_of(generate(t.model, tok, "ab", seed=4, **FLAT)) == ids_of(first)
 
 
+@pytest.mark.slow
 def test_draws_are_independent(tok):
     """S10: 12,000 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
     t = tiny(n_positions=512, n_layer=1)
@@ -580,6 +581,7 @@ def test_draws_are_independent(tok):
         assert_follows(Counter(pairs.ravel().tolist()), dict.fromkeys(range(16), 1 / 16))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(tok):
     """First and second token of 4,000 continuations, against the float64 reference's own probabilities."""
     t = tiny(4)
@@ -598,13 +600,14 @@ def test_sampled_tokens_have_the_models_distribution(tok):
     assert_follows(Counter(ids), expected)
 
 
+@pytest.mark.slow
 def test_threads_do_not_disturb_each_other(tok, fairytale):
     model, tokenizer = fairytale
     t = tiny(n_positions=128)
     jobs = [
         lambda: generate(model, tokenizer, ["Once", "The old man said"], max_tokens=12, seed=1),
         lambda: generate(model, tokenizer, "A long time ago there", max_tokens=24, window=8, seed=2),
-        lambda: generate(t.model, tok, PROMPTS, max_tokens=90, seed=3),
+        lambda: generate(t.model, tok, PROMPTS, max_tokens=60, seed=3),
     ]
     alone = [ids_of(job()) for job in jobs]
     barrier, results = threading.Barrier(2 * len(jobs)), {}
@@ -726,7 +729,7 @@ def test_logit_bias(tok):
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
 def test_window_within_the_context(tok, window):
     skipped = 0
-    for seed in range(3):
+    for seed in range(2):
         t = tiny(seed)
         batch = generate(t.model, tok, PROMPTS, max_tokens=20, window=window, **GREEDY)
         for prompt, done in zip(PROMPTS, batch, strict=True):
@@ -737,13 +740,13 @@ def test_window_within_the_context(tok, window):
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_window_far_beyond_the_cache(tok, window):
     """Texts many times as long as the ring: rows that wrap at different times, and prompts run in several chunks."""
-    t = tiny(2, n_positions=400, n_head=4)
+    t = tiny(2, n_positions=240, n_head=4)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 250, 64, 65, 131)]
+    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 200, 64, 65, 131)]
     batch = generate(t.model, tok, prompts, max_tokens=1000, window=window, ignore_eos=True, **GREEDY)
     capacity = window + 63  # of which 63 are slack for prompts and drafts
     for prompt, done in zip(prompts, batch, strict=True):
-        assert (len(done.token_ids), done.finish_reason) == (401 - len(prompt), "context")
+        assert (len(done.token_ids), done.finish_reason) == (241 - len(prompt), "context")
         assert_follows_reference(t, prompt, done, window)
         # 2 * n_layer * n_head * d_head * capacity * 4 bytes a row: bounded by the window, not by the text.
         assert done.timings.cache_bytes == 5 * 2 * 2 * 4 * 2 * capacity * 4
@@ -774,12 +777,12 @@ def test_context_shift(tok, keep):
     for seed in range(2):
         t = tiny(seed)
         for prompt in ([1, 2, 3], [5] * 16, list(range(30, 40))):
-            options = dict(max_tokens=70, context_shift=True, keep=keep, ignore_eos=True, **GREEDY)
+            options = dict(max_tokens=45, context_shift=True, keep=keep, ignore_eos=True, **GREEDY)
             (done,) = generate(t.model, tok, [prompt], **options)
-            assert (len(done.token_ids), done.finish_reason) == (70, "length")
-            oracle = naive(dict(t.config, eos_token_id=None), t.params, prompt, 70, keep=keep, adjust=without_eos)
+            assert (len(done.token_ids), done.finish_reason) == (45, "length")
+            oracle = naive(dict(t.config, eos_token_id=None), t.params, prompt, 45, keep=keep, adjust=without_eos)
             skipped += left_out(done, oracle)
-            total += 70
+            total += 45
     assert skipped < total / 5
 
 
@@ -789,6 +792,7 @@ def without_eos(logits, prompt, ids):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("window", [None, 4])
 def test_rows_shift_at_different_times(tok, keep, window):

@@ -64,16 +64,17 @@ def assert_close(found, expected, tolerance):
 
 
 def assert_golden(name, logits):
-    """logits [1, T, V] of the golden prompt are transformers'."""
-    golden = {key: GOLDEN[f"{name}/{key}"] for key in ("columns", "logits", "logsumexp", "argmax")}
-    assert logits.shape == (1, N_PROMPT, NOTES[name]["config"].get("vocab_size", 50257))
+    """logits [1, T, V] of the first T tokens of the golden prompt are transformers'."""
+    columns, T = GOLDEN[f"{name}/columns"], logits.shape[1]
+    golden = {key: GOLDEN[f"{name}/{key}"][:T] for key in ("logits", "logsumexp", "argmax")}
+    assert logits.shape == (1, T, NOTES[name]["config"].get("vocab_size", 50257))
     logits = logits[0]
-    assert_close(logits[:, golden["columns"]], golden["logits"], 1e-4)
+    assert_close(logits[:, columns], golden["logits"], 1e-4)
     best = logits.max(axis=-1)
     logsumexp = best + np.log(np.exp(logits - best[:, None], dtype=np.float64).sum(axis=-1))
     assert np.abs(logsumexp - golden["logsumexp"]).max() < 1e-4
     # The best token is the same one, or ties with it as far as rounding goes.
-    assert (logits[np.arange(N_PROMPT), golden["argmax"]] > best - 2e-4).all()
+    assert (logits[np.arange(T), golden["argmax"]] > best - 2e-4).all()
 
 
 def greedy(model, ids, n_new):
@@ -98,7 +99,7 @@ def test_parameter_names_and_shapes_are_the_checkpoints():
 
 
 @pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS)
-@pytest.mark.parametrize("name", ["default", "flags-7", "fairytale", "distilfairytale"])
+@pytest.mark.parametrize("name", ["default", "flags-7", pytest.param("fairytale", marks=pytest.mark.slow)])
 def test_logits_equal_transformers_however_the_prompt_is_cut(name, chunks):
     """K01: with a cache, in any pieces."""
     model = golden_model(name)[2]
@@ -120,6 +121,7 @@ def test_logits_equal_transformers_and_the_reference_with_and_without_a_cache(na
         assert_close(logits[0], expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_greedy_ids_equal_transformers(name):
     new = greedy(golden_model(name)[2], GOLDEN[f"{name}/ids"][:N_START], N_GREEDY)
@@ -136,16 +138,14 @@ def big_model():
 class TestGPT2Shape:
     """GPT-2's own size with random weights: other matrix shapes, so other paths through `linear`."""
 
-    @pytest.mark.parametrize(
-        "chunks", [[200], [60, 7, 2, 50, 3, 38, 1, 16, 4, 5, 14]], ids=["at once", "irregular chunks"]
-    )
+    @pytest.mark.parametrize("chunks", [[100], [30, 7, 2, 25, 3, 1, 16, 4, 5, 7]], ids=["at once", "irregular chunks"])
     def test_logits_equal_transformers_however_the_prompt_is_cut(self, big_model, chunks):
         cache = big_model.new_cache(capacity=N_PROMPT)
-        assert_golden(BIG, feed(big_model, GOLDEN[f"{BIG}/ids"][None], cache, chunks))
+        assert_golden(BIG, feed(big_model, GOLDEN[f"{BIG}/ids"][None, : sum(chunks)], cache, chunks))
 
     def test_greedy_ids_equal_transformers(self, big_model):
-        # The first 40 of the golden 100: no later step takes another path.
-        assert greedy(big_model, GOLDEN[f"{BIG}/ids"][:N_START], 40) == GOLDEN[f"{BIG}/greedy"][:40].tolist()
+        # The first 12 of the golden 100: no later step takes another path.
+        assert greedy(big_model, GOLDEN[f"{BIG}/ids"][:N_START], 12) == GOLDEN[f"{BIG}/greedy"][:12].tolist()
 
     def test_rows_of_a_batch_equal_transformers(self, big_model):
         # 2 to 16 rows a step take other paths through BLAS than 1 row or a long prompt.

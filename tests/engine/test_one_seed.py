@@ -31,7 +31,7 @@ FILTERS = {
     "all": dict(top_k=8, top_p=0.95, min_p=0.02, typical_p=0.95, repetition_penalty=1.3, no_repeat_ngram_size=3),
 }
 V, N_TOKENS = 12, 24
-N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 16))  # .ci/run sets 300, and 8 for the bundled pair
+N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 6))  # .ci/run sets 300, and so 8 for the bundled pair
 PROMPT = [3, 1, 4, 1, 5]
 OTHERS = [[1], [2, 7], [9, 2, 6, 5, 3, 5, 8], PROMPT[:3], [8, 8, 8, 8], [0], PROMPT[::-1]]
 
@@ -98,15 +98,10 @@ def check_exactly(seeds, lengths, path):
             assert ids == plain, (name, seed, temperature, filters)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_way_gives_the_same_tokens(seed, tmp_path):
-    check_exactly([seed], range(1, 9), tmp_path / "prompt")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", range(1, 9))
-def test_every_way_gives_the_same_tokens_for_many_seeds(k, tmp_path):
-    check_exactly(range(k - 1, N_SEEDS, 8), [k], tmp_path / "prompt")
+@pytest.mark.parametrize("first", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
+def test_every_way_gives_the_same_tokens_for_many_seeds(first, tmp_path):
+    # All draft lengths from 1 to 8 are among those of the six.
+    check_exactly(range(first, N_SEEDS, 6), [first + 1, (first + 3) % 8 + 1], tmp_path / "prompt")
 
 
 def reference_text(prompt, n, seed, number, options):
@@ -128,7 +123,7 @@ def reference_text(prompt, n, seed, number, options):
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_texts_are_those_of_the_definition(name, temperature):
     options = OFF | FILTERS[name] | dict(temperature=temperature)
-    for seed in range(5):
+    for seed in range(2):
         done = generate(MODEL, LETTERS, [PROMPT, [7]], num_return_sequences=2, max_tokens=20, seed=seed, **options)
         for row, completion in enumerate(done):
             prompt, number = [PROMPT, [7]][row // 2], row % 2
@@ -196,10 +191,7 @@ def check_bundled_pair(seeds, n, path, at_most):
     assert exceptions.total() <= at_most
 
 
-def test_the_bundled_pair_differs_only_at_near_ties(tmp_path):
-    check_bundled_pair([0], 12, tmp_path / "prompt", at_most=1)
-
-
 @pytest.mark.slow
 def test_the_bundled_pair_differs_only_at_near_ties_for_many_seeds(tmp_path):
-    check_bundled_pair(range(1 if N_SEEDS < 300 else 8), 60, tmp_path / "prompt", at_most=8)
+    seeds, n, at_most = ([0], 10, 1) if N_SEEDS < 300 else (range(8), 60, 8)
+    check_bundled_pair(seeds, n, tmp_path / "prompt", at_most)

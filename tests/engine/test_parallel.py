@@ -123,6 +123,7 @@ def test_a_task_may_share_in_turn(three_threads):
     assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -155,6 +156,7 @@ RUN = (
 )
 
 
+@pytest.mark.slow
 def test_importing_starts_no_thread_and_a_run_ends_with_its_process():
     code = START + "m, t = minigen.load('distilfairytale'); print(minigen.generate(m, t, 'The', max_tokens=3)[0].text)"
     assert python(code)
@@ -162,6 +164,7 @@ def test_importing_starts_no_thread_and_a_run_ends_with_its_process():
     assert python(started) == "2\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_child_computes_with_threads_of_its_own():
     code = (
@@ -356,6 +359,7 @@ def test_minigen_linear_forces_a_layout(asked, blocked):
     assert python(code, MINIGEN_LINEAR=asked) == f"{blocked}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "allowed"),
     [

@@ -202,18 +202,23 @@ def golden():
     assert (at_bits, at_few, at_wide) == (len(data["bits"]), len(data["few"]), len(data["columns"]))
 
 
-GOLDEN = {vocab: [] for vocab in VOCABULARIES}
-for _entry in golden():
-    GOLDEN[len(_entry[0].logits)].append(_entry)
+@pytest.fixture(scope="module")
+def golden_of():
+    """Size of the vocabulary -> what `golden` yields for it."""
+    entries = {vocab: [] for vocab in VOCABULARIES}
+    for entry in golden():
+        entries[len(entry[0].logits)].append(entry)
+    return entries
 
 
-def test_golden_covers_what_it_should():
-    counts = {vocab: len(entries) for vocab, entries in GOLDEN.items()}
+@pytest.mark.slow
+def test_golden_covers_what_it_should(golden_of):
+    counts = {vocab: len(entries) for vocab, entries in golden_of.items()}
     assert sum(counts.values()) >= 600 and all(count >= 100 for count in counts.values()), counts
-    combined = [e for entries in GOLDEN.values() for e in entries if e[1] is None]
+    combined = [e for entries in golden_of.values() for e in entries if e[1] is None]
     for a, b in itertools.combinations(OPTIONS, 2):
         assert sum(a in e[0].options and b in e[0].options for e in combined) >= 50, (a, b)
-    ties = [e[3] for entries in GOLDEN.values() for e in entries]
+    ties = [e[3] for entries in golden_of.values() for e in entries]
     assert all(ties.count(name) >= 5 for name in ("top_k", "top_p", "typical_p"))
 
 
@@ -237,9 +242,10 @@ def assert_lowest_ids(kept, theirs, value, tie, options):
         assert not np.any(kept & ~theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_same_tokens_and_probabilities_as_transformers(vocab):
-    for number, (case, _, kept, tie, stored) in enumerate(GOLDEN[vocab]):
+def test_same_tokens_and_probabilities_as_transformers(golden_of, vocab):
+    for number, (case, _, kept, tie, stored) in enumerate(golden_of[vocab]):
         logits, ids, n_prompt, options = case
         p = run(logits, ids, n_prompt, **options)
         mine = p > 0
@@ -276,10 +282,11 @@ FILTERS = {  # option -> its function on (logits, ids, n_prompt, value)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_single_filters_keep_what_transformers_keeps(option):
+def test_single_filters_keep_what_transformers_keeps(golden_of, option):
     seen = 0
-    for case, only, kept, tie, _ in itertools.chain(*GOLDEN.values()):
+    for case, only, kept, tie, _ in itertools.chain(*golden_of.values()):
         if only == option and tie is None:
             after = FILTERS[option](case.logits, case.ids, case.n_prompt, case.options[option])
             assert np.array_equal(after > -INF, kept), case.options
@@ -1125,6 +1132,7 @@ def test_noise_of_neighbours_is_uncorrelated(field):
         assert abs((ours * theirs).mean()) < 5 * sigma
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 def test_draws_of_neighbours_are_independent(field):
     p = np.array([0.4, 0.3, 0.2, 0.1])
@@ -1168,6 +1176,7 @@ def exponentials():
     return np.reshape(noise, (-1, len(SKEWED)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXES)
 def test_frequencies_of_200_000_draws(exponentials, name):
     ids, n_prompt = SEEN

@@ -5,7 +5,7 @@ does produce is found in two ways:
 
 1. As exact probabilities. `Branches` stands in for the noise: at each random choice it follows every outcome, with the
    outcome's probability as its weight. Nothing is random, so the two distributions have to be equal up to rounding.
-2. As 6,000 runs with different seeds and the package's own noise, compared by a chi-square test.
+2. As 2,000 runs with different seeds and the package's own noise, compared by a chi-square test.
 
 The models are `LookupModel`s: functions from the ids so far to logits. That the coupled rule gives the text of plain
 decoding is in test_one_seed.py.
@@ -305,15 +305,16 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
     target, draft, sampling = case(name, V=3)
     expected = enumerate_target(target.logits_of, sampling)
     assert sum(expected.values()) == pytest.approx(1)
-    for k in (2, 4):
+    for k in (2, 4) if name.startswith(("plain", "mix")) else (2,):
         assert largest_difference(experiment.run(target, draft, sampling, k, rule), expected) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, rule", [("defaults", "rejection"), ("mix 2", "rejection"), ("mix 2", "coupled")])
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
-    found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
+    found = experiment.sample(target, draft, sampling, 2, rule, 2_000)
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
@@ -445,6 +446,7 @@ def test_worked_example_faulty(experiment):
         assert shares == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_acceptance_of_each_rule(rule):
     # Rejection: sum of min(p, q). Coupled: token x wins both races if E[x] < min over y of E[y] / max(p[y] / p[x],
@@ -452,7 +454,7 @@ def test_acceptance_of_each_rule(rule):
     p, q = np.array([0.1, 0.3, 0.4, 0.2]), np.array([0.6, 0.25, 0.05, 0.1])
     ratio = np.maximum(p / p[:, None], q / q[:, None])
     expected = np.minimum(p, q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
-    n, counts, n_accepted = 8_000, Counter(), 0
+    n, counts, n_accepted = 4_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
         draft = Draft(speculative.sample_token(q, noise), q)
@@ -534,9 +536,9 @@ def test_acceptance_on_the_bundled_pair(pair):
     # Of the first draft at temperature 0.7 and top-p 0.9, at 600 places of 12 texts; 0.656 and 0.694 on 20,000.
     (model, tokenizer), draft = pair
     (sampling, *_), accepted = api.check_options({}), Counter()
-    for seed in range(12):
-        text = generate_one(model, tokenizer, STORY[: 20 + 10 * seed], max_tokens=50, seed=seed, ignore_eos=True)
-        prompt = tokenizer.encode(STORY[: 20 + 10 * seed])
+    prompts = [tokenizer.encode(STORY[: 20 + 10 * seed]) for seed in range(12)]
+    texts = generate(model, tokenizer, prompts, max_tokens=50, seed=0, ignore_eos=True)
+    for seed, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = prompt + text.token_ids
         ours, theirs = (m.forward([ids], last_only=False)[0] for m in (model, draft[0]))
         for end in range(len(prompt), len(ids)):
@@ -576,8 +578,7 @@ def worst_of(model, logits_of=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_greedy_equals_plain_decoding(pair, rule):
+def test_greedy_equals_plain_decoding(pair):
     """X02: greedy speculation against greedy decoding."""
     (model, tokenizer), draft = pair
     ids = tokenizer.encode(STORY)
@@ -585,13 +586,14 @@ def test_greedy_equals_plain_decoding(pair, rule):
     for n in range(5):
         prompt, options = ids[9 * n : 12 * n + 2], dict(temperature=0, max_tokens=12, ignore_eos=n % 2 == 0)
         plain = generate_one(model, tokenizer, prompt, **options)
+        options["speculation_rule"] = list(RULES)[n % 2]
         for name, drafter in {
             "distilled": dict(draft_model=draft, num_draft_tokens=1 + n % 5),
             "itself": dict(draft_model=(model, tokenizer), num_draft_tokens=1 + n % 5),
             "auto": dict(draft_model=draft, num_draft_tokens="auto"),
             "n-gram": dict(prompt_lookup_num_tokens=3),
         }.items():
-            done = generate_one(model, tokenizer, prompt, speculation_rule=rule, **options, **drafter)
+            done = generate_one(model, tokenizer, prompt, **options, **drafter)
             accepted[name] += done.speculation.accepted
             if done.token_ids != plain.token_ids:
                 assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
@@ -736,7 +738,9 @@ def check_ends(model, drafts=None, prompt=(0, 1), **options):
     letters, prompt = Letters(model.config.vocab_size), list(prompt)
     options = dict(temperature=0) | options
     plain = generate_one(model, letters, prompt, **options)
-    for draft, k, rule in itertools.product(drafts or (model, half_right(model)), (1, 3, 8), RULES):
+    # Three lengths and two rules: every second draft has the rules the other way round.
+    pairs = itertools.product(drafts or (model, half_right(model)), (1, 3, 8))
+    for (draft, k), rule in zip(pairs, itertools.cycle(RULES), strict=False):
         drafter = dict(draft_model=(draft, letters), num_draft_tokens=k, speculation_rule=rule)
         steps = list(stream(model, letters, [prompt], **drafter, **options))
         done = steps[-1].completion
@@ -833,11 +837,12 @@ def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
     assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 400])
 def test_window_together_with_speculation(window):
     model, other = text_model(8, 1), text_model(8, 2)
     prompt = [n % 8 for n in range(90)]  # longer than the ring for most of these
-    options = dict(prompt=prompt, max_tokens=40, window=window)
+    options = dict(prompt=prompt, max_tokens=24, window=window)
     plain = check_ends(model, (model, half_right(model), other), **options)
     del options["prompt"]
     letters = Letters(8)
@@ -848,6 +853,7 @@ def test_window_together_with_speculation(window):
         assert outcome(generate_one(model, letters, prompt, temperature=0, **options, **drafter)) == outcome(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 7])
 @pytest.mark.parametrize("window", [None, 6])
 def test_context_shift_together_with_speculation(window, keep):

@@ -1487,6 +1487,7 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
     return results, cache, request.param == "offline"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_model_is_loaded_without_the_network(hub_run, name):
     """C01: also where the cache was copied by hand, or an optional file is not in it."""
@@ -1501,6 +1502,7 @@ def test_a_cached_model_is_loaded_without_the_network(hub_run, name):
     assert result["ids"] == byte_ids("dé\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INCOMPLETE)
 def test_a_model_that_is_not_all_in_the_cache_is_refused_in_one_line(hub_run, name):
     results, cache, offline = hub_run
@@ -1518,6 +1520,7 @@ def test_a_model_that_is_not_all_in_the_cache_is_refused_in_one_line(hub_run, na
         assert result["calls"] > 0  # it was asked for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a folder", "tokenizer.json", "fairytale", "nosuch"])
 def test_what_lies_on_disk_needs_neither_network_nor_hub_library(hub_run, byte_checkpoint, name):
     result = hub_run[0][name]
@@ -1529,6 +1532,7 @@ def test_what_lies_on_disk_needs_neither_network_nor_hub_library(hub_run, byte_c
         assert result["mark"] == byte_checkpoint[2]["wpe.weight"][0, 0]
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_cannot_have_is_refused(hub_run):
     result = hub_run[0]["a..b/c--d"]
     assert {"OSError", "ValueError"} & set(result["kind"])
@@ -1537,6 +1541,7 @@ def test_a_name_that_the_hub_cannot_have_is_refused(hub_run):
     assert result["calls"] == 0
 
 
+@pytest.mark.slow
 def test_a_cached_model_of_another_kind_is_refused_for_what_it_is(hub_run):
     result = hub_run[0]["someone/neo"]
     assert {"OSError", "ValueError"} & set(result["kind"])
@@ -1569,6 +1574,7 @@ def heavy():
     return config, tiny_params(config)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is measured with Linux's /proc")
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "F32 in shards", "F32 with a copy of the head"])
 def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, heavy, kind):

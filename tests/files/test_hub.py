@@ -21,6 +21,8 @@ import pytest
 from tests.oracles.reference import reference_logits
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_ThisTokenIsNotToBeShown"

@@ -157,33 +157,34 @@ def options_of(name, tok, draft):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize(("prompt", "common"), SECOND.values(), ids=SECOND)
-def test_warm_equals_cold(tok, file, monkeypatch, decoder, prompt, common):
+def test_warm_equals_cold(tok, file, monkeypatch, decoder):
     t, options = tiny(), options_of(decoder, tok, tiny(1, n_layer=1))
     speculates = bool({"prompt_lookup_num_tokens", "draft_model"} & set(options))
-    # The last token is run in any case, for its logits; by speculation together with the first drafts.
-    n_run = len(prompt) - speculates
-    reused = min(common, len(prompt) - 1)
-
-    cold_first, cold = (generate(t.model, tok, [ids], **options) for ids in (FIRST, prompt))
     tokens = watch(monkeypatch, t.model)
-    assert outcome(generate(t.model, tok, [FIRST], cache=file, **options)) == outcome(cold_first)
+    cold = generate(t.model, tok, [FIRST], **options)
+    tokens.clear()
+    assert outcome(generate(t.model, tok, [FIRST], cache=file, **options)) == outcome(cold)
     assert tokens[0] == len(FIRST) - speculates
     assert ids_in(file) == FIRST
-    assert {done.timings.reused_tokens for done in cold_first + cold} == {0}
-
-    before = file.read_bytes()
-    tokens.clear()
-    warm = generate(t.model, tok, [prompt], cache=file, **options)
-    assert outcome(warm) == outcome(cold)
-    assert {(done.timings.prompt_tokens, done.timings.reused_tokens) for done in warm} == {(len(prompt), reused)}
-    if n_run > reused:
-        assert tokens[0] == n_run - reused
-    if FIRST[: len(prompt)] == prompt:
-        assert file.read_bytes() == before  # a longer prompt is not given up for its beginning
-    else:
-        assert ids_in(file) == prompt
-    assert os.listdir(file.parent) == [file.name]
+    first = file.read_bytes()
+    for name, (prompt, common) in SECOND.items():
+        # The last token is run in any case, for its logits; by speculation together with the first drafts.
+        n_run = len(prompt) - speculates
+        reused = min(common, len(prompt) - 1)
+        cold = generate(t.model, tok, [prompt], **options)
+        assert {done.timings.reused_tokens for done in cold} == {0}
+        file.write_bytes(first)
+        tokens.clear()
+        warm = generate(t.model, tok, [prompt], cache=file, **options)
+        assert outcome(warm) == outcome(cold), name
+        assert {(done.timings.prompt_tokens, done.timings.reused_tokens) for done in warm} == {(len(prompt), reused)}
+        if n_run > reused:
+            assert tokens[0] == n_run - reused, name
+        if FIRST[: len(prompt)] == prompt:
+            assert file.read_bytes() == first  # a longer prompt is not given up for its beginning
+        else:
+            assert ids_in(file) == prompt
+        assert os.listdir(file.parent) == [file.name]
 
 
 def test_one_file_serves_all_decoders_in_any_order(tok, file):
@@ -685,6 +686,7 @@ def test_a_full_disk_leaves_the_old_file(tok, file):
     assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.slow
 @posix_only
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_killed_process_leaves_the_old_file(tok, tmp_path, moment):
@@ -727,6 +729,7 @@ def test_the_bytes_are_on_disk_before_the_file_has_its_name(tok, file, monkeypat
     assert len(calls) == 6  # what holds the whole prompt is not written again
 
 
+@pytest.mark.slow
 def test_runs_at_the_same_time_never_leave_a_broken_file(tok, file):
     t, errors = tiny(), []
     prompts = [FIRST[:n] + random_ids(30 - n, seed=n) for n in range(0, 30, 5)]

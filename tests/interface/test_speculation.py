@@ -23,6 +23,7 @@ def cli(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

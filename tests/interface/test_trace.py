@@ -182,6 +182,12 @@ def all_choices(data):
     return found
 
 
+@functools.cache
+def logits_of(of, window, ids):
+    """The reference's logits [T, V] of ids; `of` is `tiny` or `draft_model`."""
+    return reference_logits(of().config, of().params, list(ids), window=window)
+
+
 def context_of(ids, choice, keep):
     """The ids that the model saw when it made a choice: a shift has taken out those after the kept ones."""
     before = ids[: choice["at"]]
@@ -327,18 +333,19 @@ def test_the_last_stage_is_the_samplers_own_distribution_to_the_bit(options):
     assert len({name for name, _ in found}) == len(found)
 
 
-def uniform(token, *place):
-    """SplitMix64 in Python's whole numbers; place: seed, number, position, stream."""
+def uniforms(n, *place):
+    """SplitMix64 in Python's whole numbers for tokens 0 to n - 1; place: seed, number, position, stream."""
     seed, mask = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]), 2**64 - 1
-    z = seed + 0x9E3779B97F4A7C15 * (token + 1) & mask
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-    return (((z ^ z >> 31) >> 12) + 0.5) / 2**52
+    for token in range(n):
+        z = seed + 0x9E3779B97F4A7C15 * (token + 1) & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        yield (((z ^ z >> 31) >> 12) + 0.5) / 2**52
 
 
 def finish(p, *place):
     """The tokens in the order of E / p, and every token's E."""
-    noise = np.array([-math.log(uniform(token, *place)) for token in range(len(p))])
+    noise = np.array([-math.log(u) for u in uniforms(len(p), *place)])
     return sorted(np.flatnonzero(p).tolist(), key=lambda token: noise[token] / p[token]), noise
 
 
@@ -348,14 +355,17 @@ def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
     races, outcomes = 0, set()
 
     def distribution(of, choice):
-        context = context_of(data["rows"][choice["row"]]["ids"], choice, data["keep"])
-        logits = reference_logits(of.config, of.params, context, window=data["window"])[-1]
+        ids = data["rows"][choice["row"]]["ids"]
+        context = context_of(ids, choice, data["keep"])
+        # The logits of a text's beginning are those of the whole text there, as attention is causal.
+        text = context if choice["shift"] else ids[: tiny().config["n_positions"]]
+        logits = logits_of(of, data["window"], tuple(text))[len(context) - 1].copy()
         logits[-1] -= np.inf if options.get("ignore_eos") else 0
         return by_hand(logits, options)[-1]
 
     for choice in data["choices"]:
         place = 5, choice["row"] % options.get("num_return_sequences", 1), choice["at"]
-        p, stream, draft = distribution(tiny(), choice), 0, choice.get("draft")
+        p, stream, draft = distribution(tiny, choice), 0, choice.get("draft")
         candidates, token, last = dict(choice["candidates"]), choice["token"], len(data["stages"])
         if draft:
             drafted, rule = draft["token"], options.get("speculation_rule", "coupled")
@@ -363,7 +373,7 @@ def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
             outcomes.add(draft["accepted"])
             assert draft["p"] == pytest.approx(p[drafted], rel=2e-3)
             if "drafts" in options:
-                q = distribution(draft_model(), choice)
+                q = distribution(draft_model, choice)
                 assert drafted == finish(q, *place, 0)[0][0] and draft["q"] == pytest.approx(q[drafted], rel=2e-3)
                 of_q = [values[last] for values in candidates.values()]
                 assert of_q == pytest.approx(q[list(candidates)], rel=2e-3, abs=1e-6)
@@ -373,7 +383,7 @@ def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
             if rule == "coupled":
                 assert draft["u"] is None and draft["accepted"] == (token == drafted)
             else:
-                assert draft["u"] == uniform(0, *place, 1)
+                assert draft["u"] == next(uniforms(1, *place, 1))
                 assert draft["accepted"] == (draft["u"] < p[drafted] / q[drafted])
                 if draft["accepted"]:
                     assert token == drafted and choice["race"] is None

@@ -9,6 +9,7 @@ has to run. Commands that match `NOT_RUN` are left out.
 
 import contextlib
 import difflib
+import functools
 import io
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from minigen.api import load
 from minigen.command.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +145,7 @@ def workplace(folder):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("minigen.command.main.load", functools.cache(load))
     text = read(page)
     with workplace(tmp_path):
         printed = as_run(text)

@@ -295,6 +295,7 @@ def test_every_token_stands_for_the_bytes_that_its_symbols_spell(gpt2):
     assert gpt2.n_vocab == 50257
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_long_strings(gpt2, golden, name):
     """The regular expression and the merging do not crash; in quadratic time this test would run for hours."""
@@ -571,6 +572,7 @@ def check_folder(folder, path, wanted):
         assert [tokenizer.encode(text) for text in tokenizer_folders.TEXTS] == wanted, folder.files
 
 
+@pytest.mark.slow
 def test_300_folders_have_the_ids_of_the_tokenizers_library_or_are_refused_by_name(tmp_path):
     """F02, F03: added tokens that one file alone knows, settings that change ids, files that contradict each other."""
     with np.load(GOLDEN.with_name("tokenizer_folders.npz")) as file:
@@ -605,6 +607,7 @@ def added(content, *flags):
     return {"content": content, "special": True, **{flag: flag in flags for flag in tokenizer_folders.FLAGS}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, text, ids",
     [
