@@ -3,7 +3,7 @@
 A kind is made once in a worker process, in a folder of its own: it writes each input below `self.input`, so that it is
 on disk when the process dies of it. `run(rng)` returns a word for what came of the input, and raises `Fault` (or
 anything else) where that is wrong. Nothing here knows how minigen reads a file: what is right comes from judge.py, from
-the float64 reference, from the slow BPE of test_tokenizer.py, or from Python's own decoder.
+the float64 reference, from the slow BPE of oracles/bpe.py, or from Python's own decoder.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from minigen.files.checkpoint import load_config, load_weights
 from tests.fuzz.judge import Wrong, parameters, read_safetensors
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_safetensors
 from tests.golden import tokenizer_folders
+from tests.oracles.bpe import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
 from tests.oracles.reference import reference_logits
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
-from tests.text.test_tokenizer import END, bytes_vocab, slow_encode, tokenizer_json, train_merges
 
 SLACK = 4 * 2**20  # bytes that may be allocated beside the size of the files: Python's own objects, tiny caches
 MAX_SENTENCE = 1000  # characters of an error that are still one sentence

@@ -1,6 +1,9 @@
 """A slice of tests/fuzz: some inputs of every kind, always the same. `python -m tests.fuzz` runs more, and others."""
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,7 @@ from tests.fuzz.__main__ import NAMES
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.runner import run_batch
 
+ROOT = Path(__file__).parents[2]
 # Of each kind as many as take about as long as the start of a worker.
 COUNTS = {
     "checkpoint": 250,
@@ -69,3 +73,13 @@ def test_the_time_is_kept_and_kinds_that_were_not_tried_are_named(monkeypatch, c
         NAMES, 250
     )
     assert "not tried" not in capsys.readouterr().out
+
+
+def test_a_worker_imports_no_test_file():
+    """Test files bring pytest and hypothesis along, which each worker would wait for."""
+    script = (
+        "import sys, tests.fuzz.kinds\n"
+        "print(*[name for name in sys.modules if name in ('pytest', 'hypothesis') or '.test_' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("\n", "")
