@@ -101,6 +101,10 @@ def real(least, most=math.inf, off=None):
     )
 
 
+def _is_word(value, *words):
+    return isinstance(value, str) and value in words  # comparing an array with a text gives an array
+
+
 def _are_stops(value):
     for text in value if isinstance(value, list | tuple) else [value]:
         require(isinstance(text, str) and text, "stop", text, STOPS.allowed)
@@ -108,6 +112,7 @@ def _are_stops(value):
 
 
 def _check_bias(token, bias):
+    bias = as_python(bias)
     if not (is_number(bias) and abs(bias) <= 1e30) and not (isinstance(bias, float) and bias == -math.inf):
         allowed = "a number from -1e30 to 1e30, or -inf to ban the token"
         raise OptionError(f"{{logit_bias}} of token {{0}} is {{1}}; it must be {allowed}", token, bias)
@@ -144,16 +149,22 @@ TYPICAL = Kind(
     "a number above 0, up to 1 (1 is off)", lambda value: is_number(value) and 0 < value <= 1, _parser(float), 1
 )
 DRAFT_LENGTH = Kind(
-    'a whole number of 1 or more, or "auto"', lambda value: value == "auto" or is_int(value, 1), _parser(int)
+    'a whole number of 1 or more, or "auto"', lambda value: _is_word(value, "auto") or is_int(value, 1), _parser(int)
 )
-RULE = Kind('"coupled" or "rejection"', lambda value: value in ("coupled", "rejection"))
+RULE = Kind('"coupled" or "rejection"', lambda value: _is_word(value, "coupled", "rejection"))
 EARLY_STOPPING = Kind(
     'True, False or "never"',
-    lambda value: isinstance(value, bool) or value == "never",
+    lambda value: isinstance(value, bool) or _is_word(value, "never"),
     lambda text: {"true": True, "false": False}.get(text.lower(), text),
 )
 
 # ---------------------------------------------------------------------------------------- what an option is
+
+
+def as_python(value):
+    """A NumPy scalar as the Python value it holds: a uint8 would overflow later on. Other values stay as they are."""
+    kinds = ((np.integer, int), (np.floating, float), (np.str_, str))
+    return next((python(value) for numpy, python in kinds if isinstance(value, numpy)), value)
 
 
 class Option(NamedTuple):
@@ -169,8 +180,7 @@ class Option(NamedTuple):
 
     def check(self, name, value):
         """The value as plain Python. Raises OptionError if it is out of range."""
-        if isinstance(value, np.integer | np.floating):  # a uint8 would overflow later on
-            value = int(value) if isinstance(value, np.integer) else float(value)
+        value = as_python(value)
         if value is None and self.default is None:
             return None
         require(self.kind.contains(value), name, value, self.kind.allowed)
@@ -179,7 +189,7 @@ class Option(NamedTuple):
             return {int(token): float(bias) for token, bias in value.items()}
         if self.kind is STOPS and isinstance(value, str):
             return (value,)
-        return tuple(value) if isinstance(value, list) else value
+        return tuple(map(as_python, value)) if isinstance(value, list | tuple) else value
 
     def is_neutral(self, value):
         """Whether the value asks for nothing, so that it conflicts with no other option."""

@@ -190,6 +190,21 @@ def test_numpy_scalars_become_python_numbers(kind):
         assert kept == value and type(kept) is (int if issubclass(kind, np.integer) else float), name
     bias = minigen.SamplingConfig(logit_bias={np.uint8(3): np.float32(1.5)}).logit_bias
     assert bias == {3: 1.5} and type(next(iter(bias))) is int and type(bias[3]) is float
+    assert type(minigen.DecodingConfig(stop=[np.str_("a")]).stop[0]) is str
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_float16_bias_is_not_compared_as_one():
+    """F20: the largest bias allowed is no float16."""
+    assert minigen.SamplingConfig(logit_bias={3: np.float16(1.5)}).logit_bias == {3: 1.5}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("value", [np.array([]), np.array([1, 2]), np.array(1.0), np.array(["a", "b"])], ids=repr)
+def test_arrays_are_refused_by_name(name, value):
+    """F20: a comparison with an array is an array, which has no truth value."""
+    with pytest.raises(OptionError, match=rf"^{name} is {re.escape(repr(value))}; it must be "):
+        CONFIG_OF[name](**{name: value})
 
 
 def test_the_callers_bias_is_copied():
