@@ -6,6 +6,7 @@ of `minigen.generate`: an option that is added to one of the four configs is in 
 
 import inspect
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -444,6 +445,26 @@ def check_options(options, *, drafts=False, cached=False, model=None, tokenizer=
         require(not run.shift or decoding.keep < n_positions / 2, "keep", decoding.keep, allowed)
         sampling = replace(sampling, eos_ids=model.config.eos_ids)
     return Options(sampling, decoding, beam, speculation)
+
+
+PARTS = {"model": ("config", "forward"), "tokenizer": ("encode", "token_bytes")}
+
+
+def is_loaded(name, value):
+    """Whether a value is a "model" or a "tokenizer": any object that has what every run uses."""
+    return not isinstance(value, type) and all(hasattr(value, part) for part in PARTS[name])
+
+
+def check_loaded(**objects):
+    """Raise TypeError if `model=` or `tokenizer=` is something else, such as a name."""
+    for name, value in objects.items():
+        if not is_loaded(name, value):
+            kind = type(value).__name__
+            source = short_repr(os.fspath(value)) if isinstance(value, str | os.PathLike) else ""
+            raise TypeError(
+                f"{name} is {short_repr(value)}, {'an' if kind[0] in 'aeiou' else 'a'} {kind}; load it first: "
+                f"model, tokenizer = minigen.load({source})"
+            )
 
 
 def takes_options(function: Function) -> Function:

@@ -8,6 +8,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -360,3 +361,28 @@ def test_the_value_of_an_option_may_be_two_dashes(tiny_folder, capsys, monkeypat
     args = ["--model", tiny_folder, "x", "-n", "3", "-q", "--logit-bias", "12+90"]  # id 12 is "-"
     assert run(capsys, monkeypatch, *args)[1] == "x---\n"
     assert run(capsys, monkeypatch, *args, "--stop=--")[:2] == (0, "x\n")
+
+
+@pytest.mark.parametrize(
+    "value, kind, source",
+    [
+        ("gpt2", "a str", "'gpt2'"),
+        (Path("a b"), f"a {type(Path()).__name__}", "'a b'"),
+        (None, "a NoneType", ""),
+        (3, "an int", ""),
+        (minigen.GPT2, "a type", ""),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_model_or_a_tokenizer_is_to_be_loaded_first(tiny, value, kind, source):
+    told = f"{value!r}, {kind}; load it first: model, tokenizer = minigen.load({source})"
+    model, tokenizer = tiny
+    for function in (minigen.generate, minigen.stream, minigen.trace, minigen.Session):
+        prompts = [] if function is minigen.Session else ["a"]
+        for name, pair in (("model", (value, tokenizer)), ("tokenizer", (model, value))):
+            with pytest.raises(TypeError) as raised:
+                function(*pair, *prompts)
+            assert str(raised.value) == f"{name} is {told}"
+    with pytest.raises(TypeError) as raised:
+        minigen.score(value, [1, 2, 3])
+    assert str(raised.value) == f"model is {told}"
