@@ -15,7 +15,7 @@ from minigen.engine.validation import is_int, short_repr
 from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
 from minigen.files.prompt_cache import reuse_prompt
-from minigen.options import OptionError, check_options, require, takes_options
+from minigen.options import PARTS, OptionError, check_loaded, check_options, is_loaded, require, takes_options
 from minigen.results import RowOutput
 from minigen.text.stream import stop_predicate
 from minigen.text.tokenizer import Tokenizer
@@ -115,6 +115,7 @@ def stream(
     Raises TypeError or ValueError at once, before anything is computed, for invalid options and prompts. The first step
     raises OSError if the file `cache` cannot be read or written, ValueError if it is damaged or another model's.
     """
+    check_loaded(model=model, tokenizer=tokenizer)
     sampling, decoding, beam, speculation = check_options(
         options, drafts=draft_model is not None, cached=cache is not None, model=model, tokenizer=tokenizer
     )
@@ -135,8 +136,7 @@ def stream(
     if drafts:
         require(len(prompt_ids) == 1, "the number of prompts", len(prompt_ids), "1 with speculation")
     if draft_model is not None:
-        ok = isinstance(draft_model, tuple) and len(draft_model) == 2
-        ok = ok and hasattr(draft_model[0], "forward") and hasattr(draft_model[1], "token_bytes")
+        ok = isinstance(draft_model, tuple) and len(draft_model) == 2 and all(map(is_loaded, PARTS, draft_model))
         require(ok, "draft_model", draft_model, "what load() returned for it, a model and its tokenizer")
         _check_same_vocabulary(tokenizer, draft_model[1])
     length = min(max(map(len, prompt_ids)) + decoding.max_tokens, decoding.window or math.inf, model.config.n_positions)

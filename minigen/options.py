@@ -6,6 +6,7 @@ of `minigen.generate`: an option that is added to one of the four configs is in 
 
 import inspect
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,10 @@ def real(least, most=math.inf, off=None):
     )
 
 
+def _is_word(value, *words):
+    return isinstance(value, str) and value in words  # comparing an array with a text gives an array
+
+
 def _are_stops(value):
     for text in value if isinstance(value, list | tuple) else [value]:
         require(isinstance(text, str) and text, "stop", text, STOPS.allowed)
@@ -108,6 +113,7 @@ def _are_stops(value):
 
 
 def _check_bias(token, bias):
+    bias = as_python(bias)
     if not (is_number(bias) and abs(bias) <= 1e30) and not (isinstance(bias, float) and bias == -math.inf):
         allowed = "a number from -1e30 to 1e30, or -inf to ban the token"
         raise OptionError(f"{{logit_bias}} of token {{0}} is {{1}}; it must be {allowed}", token, bias)
@@ -144,16 +150,22 @@ TYPICAL = Kind(
     "a number above 0, up to 1 (1 is off)", lambda value: is_number(value) and 0 < value <= 1, _parser(float), 1
 )
 DRAFT_LENGTH = Kind(
-    'a whole number of 1 or more, or "auto"', lambda value: value == "auto" or is_int(value, 1), _parser(int)
+    'a whole number of 1 or more, or "auto"', lambda value: _is_word(value, "auto") or is_int(value, 1), _parser(int)
 )
-RULE = Kind('"coupled" or "rejection"', lambda value: value in ("coupled", "rejection"))
+RULE = Kind('"coupled" or "rejection"', lambda value: _is_word(value, "coupled", "rejection"))
 EARLY_STOPPING = Kind(
     'True, False or "never"',
-    lambda value: isinstance(value, bool) or value == "never",
+    lambda value: isinstance(value, bool) or _is_word(value, "never"),
     lambda text: {"true": True, "false": False}.get(text.lower(), text),
 )
 
 # ---------------------------------------------------------------------------------------- what an option is
+
+
+def as_python(value):
+    """A NumPy scalar as the Python value it holds: a uint8 would overflow later on. Other values stay as they are."""
+    kinds = ((np.integer, int), (np.floating, float), (np.str_, str))
+    return next((python(value) for numpy, python in kinds if isinstance(value, numpy)), value)
 
 
 class Option(NamedTuple):
@@ -169,8 +181,7 @@ class Option(NamedTuple):
 
     def check(self, name, value):
         """The value as plain Python. Raises OptionError if it is out of range."""
-        if isinstance(value, np.integer | np.floating):  # a uint8 would overflow later on
-            value = int(value) if isinstance(value, np.integer) else float(value)
+        value = as_python(value)
         if value is None and self.default is None:
             return None
         require(self.kind.contains(value), name, value, self.kind.allowed)
@@ -179,7 +190,7 @@ class Option(NamedTuple):
             return {int(token): float(bias) for token, bias in value.items()}
         if self.kind is STOPS and isinstance(value, str):
             return (value,)
-        return tuple(value) if isinstance(value, list) else value
+        return tuple(map(as_python, value)) if isinstance(value, list | tuple) else value
 
     def is_neutral(self, value):
         """Whether the value asks for nothing, so that it conflicts with no other option."""
@@ -434,6 +445,26 @@ def check_options(options, *, drafts=False, cached=False, model=None, tokenizer=
         require(not run.shift or decoding.keep < n_positions / 2, "keep", decoding.keep, allowed)
         sampling = replace(sampling, eos_ids=model.config.eos_ids)
     return Options(sampling, decoding, beam, speculation)
+
+
+PARTS = {"model": ("config", "forward"), "tokenizer": ("encode", "token_bytes")}
+
+
+def is_loaded(name, value):
+    """Whether a value is a "model" or a "tokenizer": any object that has what every run uses."""
+    return not isinstance(value, type) and all(hasattr(value, part) for part in PARTS[name])
+
+
+def check_loaded(**objects):
+    """Raise TypeError if `model=` or `tokenizer=` is something else, such as a name."""
+    for name, value in objects.items():
+        if not is_loaded(name, value):
+            kind = type(value).__name__
+            source = short_repr(os.fspath(value)) if isinstance(value, str | os.PathLike) else ""
+            raise TypeError(
+                f"{name} is {short_repr(value)}, {'an' if kind[0] in 'aeiou' else 'a'} {kind}; load it first: "
+                f"model, tokenizer = minigen.load({source})"
+            )
 
 
 def takes_options(function: Function) -> Function:

@@ -19,6 +19,7 @@ import numpy as np
 
 from minigen.engine.sampler import log_softmax
 from minigen.engine.validation import is_int, require
+from minigen.options import check_loaded
 
 # Tokens per forward pass: their logits take 26 MB for GPT-2; those of its whole context would take 206 MB.
 CHUNK = 128
@@ -61,6 +62,7 @@ def score(model, ids, stride=None):
     Raises ValueError for fewer than two tokens, an id outside the vocabulary, an invalid stride, and if the model's
     logits are not numbers.
     """
+    check_loaded(model=model)
     n_positions, vocab_size = model.config.n_positions, model.config.vocab_size
     ok = stride is None or (is_int(stride, 1) and stride <= n_positions)
     require(ok, "stride", stride, f"a whole number from 1 to the model's context, {n_positions}")

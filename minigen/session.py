@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from minigen.api import exclusive, stream
 from minigen.engine.decode import PrefixCache, shift_context
-from minigen.options import OptionError, check_options, require, takes_options
+from minigen.options import OptionError, check_loaded, check_options, require, takes_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,6 +24,7 @@ class Session:
 
     @takes_options
     def __init__(self, model, tokenizer, *, draft_model=None, **options: Unpack[GenerateOptions]):
+        check_loaded(model=model, tokenizer=tokenizer)
         checked = check_options(options, drafts=draft_model is not None, model=model, tokenizer=tokenizer)
         n = checked.decoding.num_return_sequences
         require(n == 1, "num_return_sequences", n, "1 in a session, where each text is the beginning of the next")

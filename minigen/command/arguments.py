@@ -241,8 +241,12 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def decode_file(data):
-    """The text of a file's bytes, without byte order mark and without one final newline."""
-    text = data.decode("utf-16", "replace") if data.startswith(UTF_16) else _decode(data.removeprefix(codecs.BOM_UTF8))
+    """The text of a file's bytes, without byte order mark."""
+    return data.decode("utf-16", "replace") if data.startswith(UTF_16) else _decode(data.removeprefix(codecs.BOM_UTF8))
+
+
+def drop_newline(text):
+    """The text without one final newline."""
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -270,16 +274,16 @@ def read_prompts(args, prompts):
     if bool(prompts) + (args.file is not None) + (args.prompts_file is not None) > 1:
         raise ValueError("prompts come from the command line, from --file or from --prompts-file; give one of these")
     if args.file is not None:
-        return [read_file(args.file)]
+        return [drop_newline(read_file(args.file))]
     if args.prompts_file is not None:
         text = read_file(args.prompts_file)
         if not text:
             raise ValueError(f"{args.prompts_file} is empty; it must hold a prompt on each line")
-        return re.split("\r?\n", text)
+        return re.split("\r?\n", drop_newline(text))
     if prompts.count("-") > 1:
         raise ValueError("- (stdin) can be given only once")
     if prompts or args.interactive:
-        return [read_file("-") if prompt == "-" else _decode_argument(prompt) for prompt in prompts]
+        return [drop_newline(read_file("-")) if prompt == "-" else _decode_argument(prompt) for prompt in prompts]
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError('there is no prompt: give one, as in minigen "Once upon a time", or pipe it in')
-    return [read_file("-")]
+    return [drop_newline(read_file("-"))]

@@ -7,7 +7,7 @@ import re
 import sys
 
 from minigen.command import signals
-from minigen.command.arguments import MAX_BYTES, UTF_16, decode_file
+from minigen.command.arguments import MAX_BYTES, UTF_16, decode_file, drop_newline
 from minigen.command.output import is_terminal, print_error, print_logprobs, print_stderr, print_texts
 
 HELP = (
@@ -38,7 +38,7 @@ def _read_line():
         raise EOFError
     if line.startswith(UTF_16):
         raise OSError("stdin is UTF-16; interactive mode reads lines of UTF-8: convert it first")
-    return decode_file(line)
+    return drop_newline(decode_file(line))
 
 
 def _run_turn(session, text, style):

@@ -5,7 +5,7 @@ import math
 import time
 
 from minigen.api import load
-from minigen.command.arguments import read_file
+from minigen.command.arguments import drop_newline, read_file
 from minigen.command.output import model_line, print_stderr, write
 from minigen.files.hub import DEFAULT_MODEL, resolve_checkpoint
 from minigen.options import require
@@ -18,7 +18,7 @@ def run_score(args, options):
     if with_logprobs:
         allowed = "0 with {score}, which lists the text's own tokens"
         require(options["logprobs"] == 0, "logprobs", options["logprobs"], allowed)
-    text = read_file(args.score)
+    text = drop_newline(read_file(args.score))
     name = DEFAULT_MODEL if args.model is None else args.model
     folder = resolve_checkpoint(args.model)
     model, tokenizer = load(folder)

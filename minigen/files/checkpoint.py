@@ -87,6 +87,8 @@ def load_config(folder):
         config = GPT2Config.from_dict(content)
         path = generation_path
         config = replace(config, **token_ids)
+    except RecursionError as error:  # a value just less deep than JSON's parser allows, in an error message
+        raise ValueError(f"{path}: {error}") from error
     except ValueError as error:
         raise ValueError(str(error) if str(folder) in str(error) else f"{path}: {error}") from error
     for name in ("bos_token_id", "eos_token_id"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import minigen
 from minigen.api import completions, stream
 from minigen.files.atomic_write import beside, write_atomic
-from minigen.options import BeamConfig, SpeculationConfig
+from minigen.options import BeamConfig, SpeculationConfig, as_python
 from minigen.tracing import recorder as recording
 from minigen.tracing.recorder import Recorder, stages
 
@@ -228,8 +228,9 @@ def stream_with_trace(
     steps = stream(model, tokenizer, prompts, draft_model=draft_model, cache=cache, hooks=recorder, **options)
 
     def render():
-        head = {"about": list(_about(recorder, draft_model, names, options))}
-        head["length_penalty"] = float(options.get("length_penalty", BeamConfig.length_penalty))
+        given = {name: as_python(value) for name, value in options.items()}
+        head = {"about": list(_about(recorder, draft_model, names, given))}
+        head["length_penalty"] = float(given.get("length_penalty", BeamConfig.length_penalty))
         return render_page(page_data(recorder, tokenizer) | head)
 
     return TracedSteps(steps, recorder, render, file)

@@ -471,6 +471,19 @@ def test_top_p_adds_up_many_small_weights(p):
     assert abs(found - n) <= 1  # the weight may be rounded otherwise
 
 
+@pytest.mark.parametrize("spread", [1, 3, 8, 15])
+@pytest.mark.parametrize("p", [0.999, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12, math.nextafter(1, 0)])
+def test_top_p_near_1_is_met_to_float32_precision(spread, p):
+    """F22: rounding decides which tokens of the tail are cut so close to 1; together they are at most 1 - p + 1e-7."""
+    logits = np.random.default_rng(0).normal(0, spread, 50_257).astype(np.float32)
+    kept = keep_top_p(logits, p) > -INF
+    exact = np.exp(logits.astype(np.longdouble) - logits.max())
+    exact /= exact.sum()
+    assert exact[~kept].sum() <= 1 - p + 1e-7  # enough is kept
+    assert exact[kept].sum() - exact[kept].min() < p + 1e-7  # and no token too many
+    assert logits[~kept].max(initial=-INF) <= logits[kept].min()
+
+
 def test_top_p_keeps_one_where_the_first_already_crosses():
     assert kept_ids(keep_top_p(row(0, 50, 0), 1e-6)) == [1]
     assert kept_ids(keep_top_p(row(0, 50, 0), 0.999)) == [1]

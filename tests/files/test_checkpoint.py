@@ -881,6 +881,17 @@ def test_a_config_that_is_not_an_object_is_refused_by_name(tmp_path, content):
     refused(lambda: load_config(tmp_path), tmp_path / "config.json", kind=ValueError)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_value_nested_as_deep_as_the_parser_allows_is_refused(tmp_path, plain, name):
+    """F18: what can just be parsed may be too deep to be printed in the message."""
+    folder = shutil.copytree(plain[0], tmp_path / "deep")
+    limit = sys.getrecursionlimit()
+    for depth in (*range(limit - 250, limit), 100_000):
+        text = json.dumps(tiny_config() | {"eos_token_id": "deep"}).replace('"deep"', "[" * depth + "]" * depth)
+        (folder / name).write_text(text)
+        refused(lambda: load_config(folder), folder / name, kind=ValueError)
+
+
 def test_the_defaults_are_those_of_the_transformers_library(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     config = load_config(tmp_path)

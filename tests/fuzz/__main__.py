@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.fuzz.runner import run_batch
 
-NAMES = ["checkpoint", "config", "token-ids", "tokenizer", "tokenizer-files", "cli", "prompt", "prompt-cache"]
+NAMES = ("checkpoint config token-ids tokenizer tokenizer-files cli prompt prompt-cache streams options").split()
 # Inputs of one kind, after which the time is looked at and the next kind has its turn.
 BATCH = 100
 

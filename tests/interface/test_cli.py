@@ -391,10 +391,11 @@ def test_a_prompt_from_a_file_or_stdin(tiny_cli, tmp_path, data, prompt):
         ("\ufeffone\r\né\r\n".encode("utf-16-le"), ["one", "é"]),
         # Form feeds, next-line and line separators are characters of a line, not its end.
         ("a\x0cb\x85c\u2028d\u2029e\x1cf\n".encode(), ["a\x0cb\x85c\u2028d\u2029e\x1cf"]),
+        *((newline * n, [""] * n) for newline in (b"\n", b"\r\n") for n in (1, 2)),
     ],
 )
 def test_each_line_of_a_file_is_a_prompt(tiny_cli, tmp_path, data, prompts):
-    """F12: and of one in UTF-16."""
+    """F28: an empty line is an empty prompt, also if it is the only one. F12: and of one in UTF-16."""
     (tmp_path / "prompts.txt").write_bytes(data)
     assert prompts_of(tiny_cli("--prompts-file", tmp_path / "prompts.txt", "-n", 1, "--json", "-q")) == prompts
 
@@ -644,6 +645,14 @@ def test_a_signal_during_the_imports(tmp_path, number, code):
         assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
 
 
+def test_what_is_imported_before_the_signal_handlers_is_little():
+    """F18: Ctrl-C during the first imports: until there are handlers it prints a traceback."""
+    script = "import sys, minigen.command.signals; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert {"minigen", "signal"} < (found := set(done.stdout.split())), done.stderr
+    assert found.isdisjoint({"re", "typing", "argparse", "contextlib", "numpy"})
+
+
 @posix_only
 @pytest.mark.slow
 def test_sigterm_shows_the_text_so_far_and_leaves_no_half_written_file(tmp_path):
@@ -834,8 +843,9 @@ def test_prompts_that_are_not_there(tiny_cli, tmp_path):
 
 
 def test_a_file_without_a_line_has_no_prompts(tiny_cli, tmp_path):
-    (tmp_path / "empty.txt").write_bytes(b"")
-    assert_refused(tiny_cli("--prompts-file", tmp_path / "empty.txt"), "prompt")
+    for data in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "empty.txt").write_bytes(data)
+        assert_refused(tiny_cli("--prompts-file", tmp_path / "empty.txt"), "prompt")
 
 
 def test_nobody_has_typed_or_piped_a_prompt(cli):

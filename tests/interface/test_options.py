@@ -8,6 +8,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +191,21 @@ def test_numpy_scalars_become_python_numbers(kind):
         assert kept == value and type(kept) is (int if issubclass(kind, np.integer) else float), name
     bias = minigen.SamplingConfig(logit_bias={np.uint8(3): np.float32(1.5)}).logit_bias
     assert bias == {3: 1.5} and type(next(iter(bias))) is int and type(bias[3]) is float
+    assert type(minigen.DecodingConfig(stop=[np.str_("a")]).stop[0]) is str
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_float16_bias_is_not_compared_as_one():
+    """F20: the largest bias allowed is no float16."""
+    assert minigen.SamplingConfig(logit_bias={3: np.float16(1.5)}).logit_bias == {3: 1.5}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("value", [np.array([]), np.array([1, 2]), np.array(1.0), np.array(["a", "b"])], ids=repr)
+def test_arrays_are_refused_by_name(name, value):
+    """F20: a comparison with an array is an array, which has no truth value."""
+    with pytest.raises(OptionError, match=rf"^{name} is {re.escape(repr(value))}; it must be "):
+        CONFIG_OF[name](**{name: value})
 
 
 def test_the_callers_bias_is_copied():
@@ -345,3 +361,28 @@ def test_the_value_of_an_option_may_be_two_dashes(tiny_folder, capsys, monkeypat
     args = ["--model", tiny_folder, "x", "-n", "3", "-q", "--logit-bias", "12+90"]  # id 12 is "-"
     assert run(capsys, monkeypatch, *args)[1] == "x---\n"
     assert run(capsys, monkeypatch, *args, "--stop=--")[:2] == (0, "x\n")
+
+
+@pytest.mark.parametrize(
+    "value, kind, source",
+    [
+        ("gpt2", "a str", "'gpt2'"),
+        (Path("a b"), f"a {type(Path()).__name__}", "'a b'"),
+        (None, "a NoneType", ""),
+        (3, "an int", ""),
+        (minigen.GPT2, "a type", ""),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_model_or_a_tokenizer_is_to_be_loaded_first(tiny, value, kind, source):
+    told = f"{value!r}, {kind}; load it first: model, tokenizer = minigen.load({source})"
+    model, tokenizer = tiny
+    for function in (minigen.generate, minigen.stream, minigen.trace, minigen.Session):
+        prompts = [] if function is minigen.Session else ["a"]
+        for name, pair in (("model", (value, tokenizer)), ("tokenizer", (model, value))):
+            with pytest.raises(TypeError) as raised:
+                function(*pair, *prompts)
+            assert str(raised.value) == f"{name} is {told}"
+    with pytest.raises(TypeError) as raised:
+        minigen.score(value, [1, 2, 3])
+    assert str(raised.value) == f"model is {told}"

@@ -607,6 +607,12 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     assert sorted(data["about"][2:]) == typed and data["length_penalty"] == 0.5
 
 
+def test_the_page_shows_the_number_that_a_numpy_scalar_holds(tok, file):
+    """F20: a float32 prints fewer digits than it has."""
+    minigen.trace(tiny().model, tok, "ab", file, max_tokens=1, min_p=np.float32(0.9))
+    assert "--min-p 0.8999999761581421" in data_of(file)["about"]
+
+
 def test_a_hundred_tokens_of_the_bundled_model_are_less_than_300_kilobytes(file):
     minigen.trace(*minigen.load(), "Once upon a time", file, max_tokens=100, seed=1, ignore_eos=True)
     assert data_of(file)["rows"][0]["n_generated"] == 100

@@ -80,6 +80,7 @@ FAULTS = {
     "F19": "a caller's objects that are shared",
     "F20": "NumPy scalars as options",
     "F21": "ties in log-probabilities",
+    "F22": "top_p close to 1",
     "F23": "numbers at the edges of the sampler",
     "F24": "trace pages that throw",
     "F25": "an incomplete download that is trusted",
