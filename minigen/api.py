@@ -16,7 +16,7 @@ from minigen.files.checkpoint import load_config, load_weights
 from minigen.files.hub import resolve_checkpoint
 from minigen.files.prompt_cache import reuse_prompt
 from minigen.options import PARTS, OptionError, check_loaded, check_options, is_loaded, require, takes_options
-from minigen.results import RowOutput
+from minigen.results import RowOutput, RunTimer
 from minigen.text.stream import stop_predicate
 from minigen.text.tokenizer import Tokenizer
 
@@ -157,10 +157,13 @@ def stream(
             return beam_search(run, rows, beam)
         if draft_model is not None:
             draft = draft_model[0]
+            if speculation.draft_vocab_size is not None:
+                draft = draft.with_first_logits(speculation.draft_vocab_size)
             if isinstance(cache, PrefixCache):
-                if cache.draft is None or cache.draft.model is not draft:
+                if cache.draft is None or cache.draft.model.params is not draft.params:
                     cache.draft = PrefixCache(draft)
                 draft_cache = cache.draft
+                draft_cache.model = draft
             else:
                 draft_cache = run.new_cache([[0] * min(len(rows[0].ids), draft.config.n_positions)], draft)
             drafter = ModelDrafter(draft_cache, model.config.vocab_size, sampling)
@@ -176,9 +179,10 @@ def stream(
         for batch in [[prompt] for prompt in every] if drafts or beam.num_beams > 1 else [every]:
             prefix = cache if isinstance(cache, PrefixCache) else None
             stops = stop_predicate(tokenizer, decoding.stop)
-            run = Run(model, sampling, decoding, hooks, prefix, stops)
+            timer = RunTimer()
+            run = Run(model, sampling, decoding, hooks, prefix, stops, timer.record)
             rows = [Sequence(run, prompt_ids[prompt], prompt, number) for prompt in batch for number in range(n)]
-            outputs = {row.index: RowOutput(run, tokenizer) for row in rows}
+            outputs = {row.index: RowOutput(run, tokenizer, timer) for row in rows}
             tokens = decoder(run, rows)
             if cache is not None and prefix is None and decoding.max_tokens:
                 tokens = reuse_prompt(cache, run, list(rows[0].context), tokens)

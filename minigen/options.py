@@ -297,6 +297,8 @@ class SpeculationConfig(Config):
 
     num_draft_tokens: int | Literal["auto"] = option(4, DRAFT_LENGTH, "N|auto", "speculative decoding", "draft model",
         help="tokens that the draft model proposes per round; auto adapts to the acceptance rate")
+    draft_vocab_size: int | None = option(None, whole(1), "N", "speculative decoding", "draft model",
+        help="the draft model proposes only the first N tokens of the vocabulary, which is faster")
     prompt_lookup_num_tokens: int = option(0, whole(0, off=0), "N", "speculative decoding",
         help="without a draft model: propose N tokens by n-gram lookup in the text so far")
     speculation_rule: Literal["coupled", "rejection"] = option(
@@ -342,6 +344,7 @@ class GenerateOptions(TypedDict, total=False):
     length_penalty: float
     early_stopping: bool | Literal["never"]
     num_draft_tokens: int | Literal["auto"]
+    draft_vocab_size: int | None
     prompt_lookup_num_tokens: int
     speculation_rule: Literal["coupled", "rejection"]
     max_matching_ngram_size: int

@@ -1,5 +1,6 @@
 """What a run returns: a `Step` per token, a `Completion` per row, log-probabilities and timings."""
 
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,29 @@ class Timings(NamedTuple):
     tokens: int
     seconds: float  # from then to the row's last token
     cache_bytes: int
+
+
+class RunTimer:
+    """Measures the time to the first logits (the prompt) and the time after it (generation) separately."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.first_logits = None
+        self.cache_bytes = 0
+        self.reused_tokens = 0
+
+    def record(self, cache):
+        """A pass has run. The first call marks the end of the prompt; the largest cache counts."""
+        if self.first_logits is None:
+            self.first_logits = time.perf_counter()
+            self.reused_tokens = cache.n_reused
+        self.cache_bytes = max(self.cache_bytes, cache.kv.nbytes)
+
+    def seconds(self):
+        """(prompt seconds, generation seconds) until now."""
+        now = time.perf_counter()
+        first_logits = self.first_logits or now
+        return first_logits - self.start, now - first_logits
 
 
 @dataclass(frozen=True)
@@ -63,8 +87,8 @@ class Step:
 class RowOutput:
     """Turns one row's generated tokens into `Step`s, and the last one into a `Completion`."""
 
-    def __init__(self, run, tokenizer):
-        self._run = run
+    def __init__(self, run, tokenizer, timer):
+        self._run, self._timer = run, timer
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, run.config.stop)
         self._texts = []
@@ -94,8 +118,8 @@ class RowOutput:
         return TokenLogprob(token, spell([token]), float(log_p[token]), top)
 
     def _completion(self, row, finish_reason):
-        clock = self._run.clock
-        prompt_seconds, seconds = clock.seconds()
+        timer = self._timer
+        prompt_seconds, seconds = timer.seconds()
         return Completion(
             text="".join(self._texts),
             token_ids=row.ids[row.n_prompt :],
@@ -107,6 +131,6 @@ class RowOutput:
             score=row.score,
             speculation=row.speculation,
             timings=Timings(
-                row.n_prompt, clock.reused_tokens, prompt_seconds, row.n_generated, seconds, clock.cache_bytes
+                row.n_prompt, timer.reused_tokens, prompt_seconds, row.n_generated, seconds, timer.cache_bytes
             ),
         )

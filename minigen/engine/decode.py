@@ -6,10 +6,9 @@ The cache knows which ids it holds, so one rule covers the prompt, each step, re
 next turn of a session and a saved prompt: keep the common prefix, run the rest.
 """
 
-import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,32 +164,9 @@ class PrefixCache:
             self.ids = ids
 
 
-class Clock:
-    """Measures the time to the first logits (the prompt) and the time after it (generation) separately."""
-
-    def __init__(self):
-        self.start = time.perf_counter()
-        self.first_logits = None
-        self.cache_bytes = 0
-        self.reused_tokens = 0
-
-    def record(self, cache):
-        """A pass has run. The first call marks the end of the prompt; the largest cache counts."""
-        if self.first_logits is None:
-            self.first_logits = time.perf_counter()
-            self.reused_tokens = cache.n_reused
-        self.cache_bytes = max(self.cache_bytes, cache.kv.nbytes)
-
-    def seconds(self):
-        """(prompt seconds, generation seconds) until now."""
-        now = time.perf_counter()
-        first_logits = self.first_logits or now
-        return first_logits - self.start, now - first_logits
-
-
 @dataclass
 class Run:
-    """All that the decoders share in one run: the model, the options, the cache, the hooks and the clock."""
+    """All that the decoders share in one run: the model, the options, the cache and the callbacks."""
 
     model: GPT2
     sampling: Any  # options.SamplingConfig
@@ -198,7 +174,7 @@ class Run:
     hooks: Hooks = NO_HOOKS
     cache: PrefixCache | None = None  # None: one is made for the prompts, and sized by them and max_tokens
     stops: Callable | None = None  # generated ids -> whether their text holds a stop string
-    clock: Clock = field(default_factory=Clock)
+    on_pass: Callable = lambda cache: None  # called with the `PrefixCache` after each `feed`
 
     def new_cache(self, texts, model=None):
         """A `PrefixCache` with room for these texts and max_tokens more, or for the window."""
@@ -206,11 +182,11 @@ class Run:
         return PrefixCache(model or self.model, len(texts), capacity, self.config.window, self.config.use_cache)
 
     def feed(self, texts, n_logits=1):
-        """`PrefixCache.feed` with the run's cache, hooks and clock."""
+        """`PrefixCache.feed` with the run's cache and callbacks."""
         if self.cache is None:
             self.cache = self.new_cache(texts)
         logits = self.cache.feed(texts, n_logits, self.hooks)
-        self.clock.record(self.cache)
+        self.on_pass(self.cache)
         return logits
 
     def context(self, ids):

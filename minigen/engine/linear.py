@@ -29,22 +29,24 @@ class Weight(NamedTuple):
 def linear(x, weight, bias=None):
     """x @ weight + bias. x: [..., n_in], weight: a `Weight` [n_in, n_out], bias: [n_out] or None -> [..., n_out]."""
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
+    y = np.empty((len(rows), weight.dense.shape[1]), np.float32)
     n_slices = _number_of_slices(weight, len(rows))
-    if n_slices == 1:
-        y = _matmul(rows, weight)
+
+    def compute(index):
+        outputs, part = _slice(weight, index, n_slices)
+        result = y[:, outputs]
+        _matmul(rows, part, out=result)
         if bias is not None:
-            y += bias
-    else:
-        y = np.empty((len(rows), weight.dense.shape[1]), np.float32)
+            result += bias[outputs]
 
-        def compute(index):
-            outputs, part = _slice(weight, index, n_slices)
-            _matmul(rows, part, out=y[:, outputs])
-            if bias is not None:
-                np.add(y[:, outputs], bias[outputs], out=y[:, outputs])
-
-        parallel_for(compute, n_slices)
+    parallel_for(compute, n_slices)
     return y.reshape(*x.shape[:-1], y.shape[1])  # [rows, n_out] -> [..., n_out]
+
+
+def first_outputs(weight, n):
+    """A `Weight` of the first n outputs of another, without copying."""
+    blocks = None if weight.blocks is None else weight.blocks[: -(-n // weight.blocks.shape[2])]
+    return Weight(weight.dense[:, :n], blocks)
 
 
 def embed(ids, weight):
@@ -81,6 +83,10 @@ DENSE_MIN_ROWS = 32
 ROWWISE_MAX_ROWS = 5
 
 
+# The threads share the outputs of an unblocked weight in multiples of this.
+SPAN = 64
+
+
 def _number_of_slices(weight, n_rows):
     """The number of slices of its outputs in which the threads share a product with a weight."""
     is_small = weight.dense.size * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
@@ -93,32 +99,37 @@ def _number_of_slices(weight, n_rows):
 
 def _slice(weight, index, n_slices):
     """One of n_slices of a weight's outputs: (slice of the outputs, `Weight` of these)."""
+    if n_slices == 1:
+        return slice(None), weight
     n_out = weight.dense.shape[1]
-    width = 1 if weight.blocks is None else weight.blocks.shape[2]
+    width = SPAN if weight.blocks is None else weight.blocks.shape[2]
     n_blocks = -(-n_out // width)
     first, last = n_blocks * index // n_slices, n_blocks * (index + 1) // n_slices
     outputs = slice(first * width, min(last * width, n_out))
     return outputs, Weight(weight.dense[:, outputs], None if weight.blocks is None else weight.blocks[first:last])
 
 
-def _matmul(rows, weight, out=None):
-    """rows @ weight, by the fastest path for this number of rows; written to `out` if given."""
-    n_rows, n_out = len(rows), weight.dense.shape[1]
-    if BATCH_INVARIANT or (weight.blocks is not None and 1 < n_rows < DENSE_MIN_ROWS):
-        y = _blocked_matmul(rows, weight.blocks)[:, :n_out]
-        if out is None:
-            return y
-        out[:] = y
-        return out
-    if 1 < n_rows < ROWWISE_MAX_ROWS:
-        return _rowwise_matmul(rows, weight.dense, out)
-    return np.matmul(rows, weight.dense, out=out)
+def _matmul(rows, weight, out):
+    """rows @ weight, written to `out`, by the fastest path for this number of rows."""
+    (dense, blocks), n_rows = weight, len(rows)
+    n_out = dense.shape[1]
+    if BATCH_INVARIANT or (blocks is not None and 1 < n_rows < DENSE_MIN_ROWS):
+        out[:] = _blocked_matmul(rows, blocks)[:, :n_out]
+    elif n_rows == 1 and n_out % SPAN:
+        # BLAS adds up the last outputs of each thread in another order if their number is not a multiple of 4. These
+        # have a product of their own, so that the digits do not depend on who shares the rest.
+        rest = n_out - n_out % SPAN
+        np.matmul(rows, dense[:, :rest], out=out[:, :rest])
+        np.matmul(rows, dense[:, rest:], out=out[:, rest:])
+    elif 1 < n_rows < ROWWISE_MAX_ROWS:
+        _rowwise_matmul(rows, dense, out)
+    else:
+        np.matmul(rows, dense, out=out)
 
 
-def _rowwise_matmul(rows, dense, out=None):
-    """rows @ dense by one matrix-vector product per row, which BLAS does not pack."""
-    out = None if out is None else out[:, None]
-    return np.matmul(rows[:, None], dense, out=out)[:, 0]  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
+def _rowwise_matmul(rows, dense, out):
+    """rows @ dense, written to `out`, by one matrix-vector product per row, which BLAS does not pack."""
+    np.matmul(rows[:, None], dense, out=out[:, None])  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
 
 
 def _blocked_matmul(rows, blocks):
@@ -189,13 +200,14 @@ def weights_are_blocked():
     # and blocks can be within 10 % of each other if these 8 MB stay in a shared cache, although blocks are twice as
     # fast in a model, read from memory.
     weight, rows = np.full((1024, 2048), 0.5, np.float32), np.ones((4, 1024), np.float32)
+    y = np.empty((4, 2048), np.float32)
     packed = [pack_weight(weight, blocked) for blocked in (False, True)]
     seconds = [math.inf, math.inf]
     with single_threaded_blas():
         for _ in range(6):
             for blocked in (False, True):
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
-                _matmul(rows, packed[blocked])
+                _matmul(rows, packed[blocked], y)
                 seconds[blocked] = min(seconds[blocked], time.thread_time() - start)
     # Require a clear margin, so that near-ties resolve the same way every run: the two add up in different orders, so
     # their results differ in the last bits.

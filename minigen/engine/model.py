@@ -12,16 +12,16 @@ checkpoint (wte.weight, h.0.attn.c_attn.weight ...); `linear.pack_weight` choose
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from minigen.engine.batch_invariant import BATCH_INVARIANT
 from minigen.engine.cache import KVCache
-from minigen.engine.linear import embed, linear, pack_weight
+from minigen.engine.linear import embed, first_outputs, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, attention, layer_norm, rowwise
-from minigen.engine.parallel import single_threaded_blas
+from minigen.engine.parallel import OneRowThreads, single_threaded_blas
 from minigen.engine.validation import is_int, is_number, require, short_repr
 
 
@@ -81,6 +81,7 @@ class GPT2:
             self.params[name] = value
         # Weight tying: the output head is the token embedding, unless tie_word_embeddings is false.
         self.head = self.params["wte.weight" if config.tie_word_embeddings else "lm_head.weight"]
+        self.one_row_threads = OneRowThreads()
         self.blocks = []
         for layer in range(config.n_layer):
             names = {name.removeprefix(f"h.{layer}."): name for name in self.params if name.startswith(f"h.{layer}.")}
@@ -93,6 +94,15 @@ class GPT2:
             f"GPT2({config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
             f"vocabulary {config.vocab_size:,}, {n_params:,} parameters)"
         )
+
+    def with_first_logits(self, n):
+        """A model with the same parameters that computes logits of the first n ids only, which is faster.
+
+        GPT-2 numbers its tokens in the order in which they were merged, so the first ones are the frequent ones.
+        """
+        other = copy(self)
+        other.head = first_outputs(self.head, n)
+        return other
 
     def new_cache(self, batch=1, capacity=None, window=None):
         """An empty `KVCache` with `batch` rows of `capacity` tokens each, by default n_positions."""
@@ -114,8 +124,7 @@ class GPT2:
         more tokens than fit the cache; the cache is unchanged then.
         """
         ids, cache, positions = self._checked(ids, cache, pad)
-        # For one row, BLAS's own threads are faster; for more, the pool's. See parallel.py.
-        with single_threaded_blas() if ids.size > 1 or BATCH_INVARIANT else nullcontext():
+        with single_threaded_blas() if ids.size > 1 or BATCH_INVARIANT else self.one_row_threads.share():
             return self._logits(ids, cache, positions, last_only, attention_hook)
 
     def _logits(self, ids, cache, positions, last_only, attention_hook):

@@ -2,8 +2,9 @@
 
 import os
 import threading
+import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from queue import SimpleQueue
 
@@ -102,12 +103,41 @@ def blas_is_single_threaded():
     return _blas_users > 0
 
 
+class OneRowThreads:
+    """Lets BLAS's threads or the pool's share the products of single-row passes, whichever were faster lately.
+
+    BLAS's threads spin between two products, so they begin sooner: a step of gpt2's shape takes 29 ms instead of 35 on
+    two idle cores. But in each product they wait for each other, and so for any other program that has one of the
+    cores: with another two programs, 780 ms instead of 100. Both give the same digits; see `linear._matmul`.
+    """
+
+    MIN_WAIT, MAX_WAIT = 8, 256  # passes until the slower way is tried again
+
+    def __init__(self):
+        self.seconds = {"blas": 0.0, "pool": 0.0}  # of the last pass; 0: not tried yet
+        self.wait = self.passes_left = self.MIN_WAIT
+
+    @contextmanager
+    def share(self):
+        """A context for one pass."""
+        faster, slower = sorted(self.seconds, key=self.seconds.get)
+        self.passes_left -= 1
+        way = faster if self.passes_left else slower
+        start = time.perf_counter()
+        with single_threaded_blas() if way == "pool" else nullcontext():
+            yield
+        self.seconds[way] = time.perf_counter() - start
+        if self.seconds[faster] > self.seconds[slower]:
+            self.wait = self.passes_left = self.MIN_WAIT
+        elif way == slower:
+            self.wait = self.passes_left = min(2 * self.wait, self.MAX_WAIT)
+
+
 @contextmanager
 def single_threaded_blas():
     """Within this context, BLAS runs each product on the calling thread; the pool above has a thread per core.
 
     BLAS's own threads wait for each other in every product, and so for any other program that has one of the cores.
-    A pass over a single row does not use it: there, waking BLAS's threads costs less than waking the pool's.
     The setting is the whole process's: the last of several users that overlap restores what the first one found.
     """
     global _blas_users

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.engine.decode import GeneratedToken
-from minigen.engine.sampler import History, next_token_probs, sample_token
+from minigen.engine.sampler import NEG_INF, History, next_token_probs, sample_token
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Draft(NamedTuple):
     """A proposed token, and the distribution that it was drawn from."""
 
     token: int
-    q: np.ndarray | None = None  # float64, over the ids that the drafter knows; None if it was certain
+    q: np.ndarray | None = None  # float64 [V]; None if the drafter was certain
 
 
 def coupled(draft, p, noise):
@@ -125,7 +125,7 @@ def residual(p, draft):
     if draft.q is None:
         difference[draft.token] = 0
     else:
-        difference[: len(draft.q)] -= draft.q
+        difference -= draft.q
         np.maximum(difference, 0, out=difference)
     total = difference.sum()
     # Nothing is left only if p and q differ by rounding alone.
@@ -160,7 +160,9 @@ class ModelDrafter:
         """Up to k `Draft`s, fewer if the draft model cannot continue (no room, or no token allowed)."""
         drafts, ids, context = [], list(row.ids), list(row.context)
         while len(drafts) < k and self._can_read(context):
-            logits = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
+            known = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
+            logits = np.full(self.n_vocab, NEG_INF)
+            logits[: len(known)] = known
             try:
                 # Filtered as the target's: a token that the filters remove would always be rejected.
                 q = next_token_probs(logits, History(ids, row.n_prompt), self.sampling)

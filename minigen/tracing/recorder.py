@@ -248,7 +248,7 @@ class Recorder(Hooks):
             choice["draft"] |= {"q": None if q is None else float(q[draft.token])}
             choice["draft"] |= {"rule": row.speculation.rule}
             if q is not None:
-                columns.append(np.pad(q, (0, len(p) - len(q))))
+                columns.append(q)
             if is_rejection:
                 drawn_from = one_hot(token, len(p)) if accepted else residual(p, draft)
                 noise = noise._replace(stream=2)

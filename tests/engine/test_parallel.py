@@ -226,6 +226,48 @@ print(counts() == before)
     assert python(code) == "{1} True\n"
 
 
+# ---- who shares the products of one row -------------------------------------------------------------------------
+
+
+def ways(monkeypatch, blas_seconds, n_passes=300, pool_seconds=1.2):
+    """Which threads `OneRowThreads` gives each pass to; blas_seconds: number of the pass -> seconds on BLAS's."""
+    now, taken, choice = [0.0], [], threads.OneRowThreads()
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
+    for index in range(n_passes):
+        with choice.share():
+            taken.append("pool" if threads.blas_is_single_threaded() else "blas")
+            now[0] += pool_seconds if taken[-1] == "pool" else blas_seconds(index)
+    return taken
+
+
+def test_one_row_stays_on_blas_threads_while_they_are_faster(monkeypatch):
+    """The slower way is tried now and then, but more and more seldom: it costs less than 1 % of the passes' time."""
+    taken = ways(monkeypatch, lambda index: 1.0)
+    assert taken.count("pool") <= 7
+    taken = ways(monkeypatch, lambda index: 9.0)  # another program has a core from the beginning
+    assert taken.count("blas") <= 7
+
+
+def test_one_row_changes_its_threads_when_another_program_comes_and_when_it_goes(monkeypatch):
+    taken = ways(monkeypatch, lambda index: 9.0 if 50 <= index < 150 else 1.0, n_passes=400)
+    assert taken[60:150].count("blas") <= 5
+    assert taken[-50:].count("pool") <= 2
+    # A single slow pass is forgotten soon.
+    taken = ways(monkeypatch, lambda index: 9.0 if index == 50 else 1.0, n_passes=100)
+    assert taken[70:].count("pool") <= 3
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("shape", [(256, 4500), (500, 2103), (100, 37), (1024, 1026)])
+def test_one_row_has_the_same_digits_on_all_threads(shape, blocked):
+    rng = np.random.default_rng(0)
+    weight = pack_weight(rng.standard_normal(shape, np.float32), blocked)
+    x = rng.standard_normal((1, shape[0]), np.float32)
+    expected = linear(x, weight)
+    with threads.single_threaded_blas():
+        np.testing.assert_array_equal(linear(x, weight), expected)
+
+
 # ---- linear layers and attention on several threads --------------------------------------------------------------
 
 

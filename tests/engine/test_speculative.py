@@ -924,7 +924,41 @@ def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
         check_ends(target, (draft,), prompt, max_tokens=20)
         options = dict(draft_model=(draft, Letters(V)), max_tokens=20, seed=1, speculation_rule="rejection")
         assert max(generate_one(target, Letters(V), prompt, **OFF, **options).token_ids) < V
-    assert proposed and all(draft.token < shared and len(draft.q) == shared for draft in proposed)
+    assert proposed and all(draft.token < shared and not draft.q[shared:].any() for draft in proposed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 5, 63, 64, 257, 300])
+def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, rule, monkeypatch):
+    config = tiny_config(vocab_size=257, n_positions=40)
+    target, draft = (GPT2(GPT2Config.from_dict(config), tiny_params(config, seed, 0.3)) for seed in (1, 2))
+    row_texts, drafts, propose = [], [], ModelDrafter.propose
+
+    def watched(self, row, k):
+        found = propose(self, row, k)
+        row_texts.append(list(row.ids))
+        drafts.append(found)
+        return found
+
+    monkeypatch.setattr(ModelDrafter, "propose", watched)
+    options = dict(temperature=1, top_p=1, max_tokens=20, seed=3)
+    prompt = [256, 1, 2]  # the first id is outside a smaller vocabulary, and is read all the same
+    done = generate_one(
+        target, Letters(257), prompt, draft_model=(draft, Letters(257)), draft_vocab_size=size,
+        num_draft_tokens=2, speculation_rule=rule, repetition_penalty=1.3, **options,
+    )  # fmt: skip
+    if rule == "coupled":
+        plain = generate_one(target, Letters(257), prompt, repetition_penalty=1.3, **options)
+        assert done.token_ids == plain.token_ids
+    assert sum(map(len, drafts)) > 10
+    for ids, found in zip(row_texts, drafts, strict=True):
+        if found:
+            logits = draft.forward([ids])[0].astype(float)
+            seen = sorted(set(ids))
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.3, logits[seen] * 1.3)
+            expected = np.exp(logits[:size])
+            np.testing.assert_allclose(found[0].q[:size], expected / expected.sum(), atol=1e-5)
+            assert not found[0].q[size:].any()
 
 
 def test_drafts_that_run_out_of_allowed_tokens():

@@ -235,7 +235,7 @@ def test_logits_after_a_restore_are_the_references(file, overrides):
         prefill(t.model, [*ids[:common], *other[common:]], file)
         run, logits = prefill(t.model, ids, file)
         cache = run.cache.kv
-        assert run.clock.reused_tokens == min(common, 29)
+        assert run.cache.n_reused == min(common, 29)
         assert cache.length.tolist() == [30]
         expected = reference_logits(t.config, exact, ids + other[:10])[29:]
         later = t.model.forward([other[:4]], cache, last_only=False)[0]
@@ -251,7 +251,7 @@ def test_logits_of_the_bundled_model_after_a_restore(file):
     second = first[:-3] + tokenizer.encode("called Jack. One day he went into the forest and met an old fox")
     for ids, reused in ((first, 0), (second, len(first) - 3), (second, len(second) - 1), (first, len(first) - 3)):
         run, logits = prefill(model, ids, file)
-        assert run.clock.reused_tokens == reused
+        assert run.cache.n_reused == reused
         assert np.abs(logits[0] - reference_logits(config, exact, ids)[-1]).max() < 1e-4
 
 

@@ -129,7 +129,11 @@ class Options(Run):
             del fixed["temperature"]
         for name in chosen:
             fixed |= NEEDS.get(name, {}) if rng.random() < 0.9 else {}
-        draft = self.loaded if "num_draft_tokens" in given and rng.random() < 0.9 else None
+        draft = (
+            self.loaded
+            if not {"num_draft_tokens", "draft_vocab_size"}.isdisjoint(given) and rng.random() < 0.9
+            else None
+        )
         write(self.input, {"options.txt": f"{given!r} beside {fixed}, draft {draft is not None}".encode()})
         way = rng.choice(["generate", "generate", "stream", "session", "config", "score", "trace"])
         return getattr(self, f"run_{way}")(given, fixed, draft, rng)

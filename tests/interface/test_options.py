@@ -67,6 +67,12 @@ TABLE = {
         'a whole number of 1 or more, or "auto"',
         [1, "auto"],
     ),
+    "draft_vocab_size": (
+        {"draft_model": True},
+        [*(v for v in NOT_WHOLE if v is not None), 0],
+        "a whole number of 1 or more",
+        [None, 5],
+    ),
     "prompt_lookup_num_tokens": ({}, [*NOT_WHOLE, -1], "a whole number of 0 or more (0 is off)", [0, 3]),
     "speculation_rule": (
         {"prompt_lookup_num_tokens": 2},
@@ -268,6 +274,7 @@ CONFLICTS = [
         "draft model",
     ),
     ({"num_draft_tokens": 4}, ["--num-draft-tokens=4"], "num_draft_tokens", "draft model"),
+    ({"draft_vocab_size": 4}, ["--draft-vocab-size=4"], "draft_vocab_size", "draft model"),
     ({"max_matching_ngram_size": 2}, ["--max-matching-ngram-size=2"], "max_matching_ngram_size", "prompt.lookup.num"),
     (
         {"num_return_sequences": 2, "draft_model": 1},
