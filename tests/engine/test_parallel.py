@@ -336,6 +336,7 @@ def compute_for(seconds):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["blocks", "unblocked", "row_blocks", "column_blocks"])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, slow):
     real_blocks, real_singles = linear_module._blocked_matmul, linear_module._rowwise_matmul

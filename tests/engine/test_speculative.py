@@ -354,6 +354,7 @@ def test_auto_stays_exact(experiment, monkeypatch, name):
         assert largest_difference(experiment.run(target, draft, sampling, "auto"), expected) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "mix 1"])
 def test_tiny_models_against_the_float64_reference(experiment, name):
     sampling = SamplingConfig(**SETTINGS[name])
@@ -392,6 +393,7 @@ class SharpDrafter(ModelDrafter):
         return [Draft(token, q**2 / (q**2).sum()) for token, q in super().propose(row, k)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["frequency", "mix 2"])
 @pytest.mark.parametrize(
     "fault",
@@ -435,6 +437,7 @@ def test_worked_example(experiment, k):
     assert accepted / examined == pytest.approx(np.minimum(P, Q).sum(), rel=1e-6)  # 0.7, the most that any rule can
 
 
+@pytest.mark.slow
 def test_worked_example_faulty(experiment):
     """X01: the fault gives other frequencies, which the test sees."""
     for rule, expected in (("rejection", P), (resample_from_p, [0.39, 0.35, 0.26])):
@@ -684,6 +687,7 @@ def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
         assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
 def test_caches_after_each_round_of_an_ordinary_draft(rule, options):

@@ -187,6 +187,7 @@ def test_warm_equals_cold(tok, file, monkeypatch, decoder):
         assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.slow
 def test_one_file_serves_all_decoders_in_any_order(tok, file):
     t, draft = tiny(2), tiny(3, n_layer=1)
     rng = np.random.default_rng(0)
