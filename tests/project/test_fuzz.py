@@ -45,7 +45,10 @@ def test_damaged_and_odd_inputs_end_in_the_right_result_or_in_one_sentence(kind,
     monkeypatch.setenv("MINIGEN_LINEAR", "plain")
     maker, words = KINDS[kind](tmp_path), set()
     for index in range(COUNTS[kind]):
-        words.add(maker.run(random.Random(f"0 {kind} {index}")))
+        try:
+            words.add(maker.run(random.Random(f"0 {kind} {index}")))
+        except Exception as error:
+            raise AssertionError(f"python -m tests.fuzz --only {kind} --seed 0 --first {index} --count 1") from error
     assert words == OUTCOMES[kind]
 
 
