@@ -174,6 +174,7 @@ def test_the_enumeration_tells_the_rules_apart():
     assert min(different.values()) >= 3, different
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("V, eos_ids, budget", [(3, (2,), 5), (5, (1, 3), 4), (3, (0, 2), 7), (4, (), 3)])
 def test_the_true_ranking_of_a_tiny_model(V, eos_ids, budget, window):

@@ -737,6 +737,7 @@ def test_window_within_the_context(tok, window):
     assert skipped <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_window_far_beyond_the_cache(tok, window):
     """Texts many times as long as the ring: rows that wrap at different times, and prompts run in several chunks."""

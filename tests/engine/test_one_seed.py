@@ -17,8 +17,9 @@ import minigen
 from minigen import Session, generate
 from minigen.engine.sampler import History, Noise, apply_logits_processors, next_token_probs
 from minigen.options import SamplingConfig
-from tests.engine.test_sampler import ref_logits, ref_softmax, splitmix64
+from tests.engine.test_sampler import ref_logits, ref_softmax
 from tests.oracles.lookup import Letters, LookupModel, near, table_logits
+from tests.oracles.splitmix64 import uniforms
 
 OFF = dict(temperature=1.0, top_p=1.0)
 TEMPERATURES = (0, 0.7, 1.5)
@@ -113,8 +114,7 @@ def reference_text(prompt, n, seed, number, options):
             ids.append(int(np.argmax(logits)))
             continue
         p = ref_softmax(logits)
-        (state,) = np.random.SeedSequence([seed, number, len(ids), 0]).generate_state(1, np.uint64)
-        exponentials = [-math.log(((output >> 12) + 0.5) / 2**52) for output in splitmix64(int(state), V)]
+        exponentials = [-math.log(u) for u in uniforms(V, seed, number, len(ids), 0)]
         ids.append(min((exponentials[x] / p[x], x) for x in range(V) if p[x] > 0)[1])
     return ids[len(prompt) :]
 

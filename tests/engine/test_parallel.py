@@ -378,6 +378,7 @@ def compute_for(seconds):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [True, False])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
     slow = "_rowwise_matmul" if blocked else "_blocked_matmul"

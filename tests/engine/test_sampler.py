@@ -5,6 +5,7 @@ below (float64, written from the definitions), exact probabilities that were wor
 with fixed seeds. Outcomes that hang on rounding are left out of the inputs instead of loosening a comparison.
 """
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -36,6 +37,7 @@ from minigen.engine.sampler import (
 from minigen.options import SamplingConfig
 from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, columns, make_case, moments
 from tests.oracles.chi_square import assert_frequencies
+from tests.oracles.splitmix64 import FACTORS, MASK, SHIFTS, splitmix64
 
 pytestmark = pytest.mark.filterwarnings("error")  # no overflow or invalid value on the way to a good result
 
@@ -202,7 +204,7 @@ def golden():
     assert (at_bits, at_few, at_wide) == (len(data["bits"]), len(data["few"]), len(data["columns"]))
 
 
-@pytest.fixture(scope="module")
+@functools.cache  # and no fixture: tests.mutation then makes it once for all mutants
 def golden_of():
     """Size of the vocabulary -> what `golden` yields for it."""
     entries = {vocab: [] for vocab in VOCABULARIES}
@@ -212,13 +214,13 @@ def golden_of():
 
 
 @pytest.mark.slow
-def test_golden_covers_what_it_should(golden_of):
-    counts = {vocab: len(entries) for vocab, entries in golden_of.items()}
+def test_golden_covers_what_it_should():
+    counts = {vocab: len(entries) for vocab, entries in golden_of().items()}
     assert sum(counts.values()) >= 600 and all(count >= 100 for count in counts.values()), counts
-    combined = [e for entries in golden_of.values() for e in entries if e[1] is None]
+    combined = [e for entries in golden_of().values() for e in entries if e[1] is None]
     for a, b in itertools.combinations(OPTIONS, 2):
         assert sum(a in e[0].options and b in e[0].options for e in combined) >= 50, (a, b)
-    ties = [e[3] for entries in golden_of.values() for e in entries]
+    ties = [e[3] for entries in golden_of().values() for e in entries]
     assert all(ties.count(name) >= 5 for name in ("top_k", "top_p", "typical_p"))
 
 
@@ -244,8 +246,8 @@ def assert_lowest_ids(kept, theirs, value, tie, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_same_tokens_and_probabilities_as_transformers(golden_of, vocab):
-    for number, (case, _, kept, tie, stored) in enumerate(golden_of[vocab]):
+def test_same_tokens_and_probabilities_as_transformers(vocab):
+    for number, (case, _, kept, tie, stored) in enumerate(golden_of()[vocab]):
         logits, ids, n_prompt, options = case
         p = run(logits, ids, n_prompt, **options)
         mine = p > 0
@@ -284,9 +286,9 @@ FILTERS = {  # option -> its function on (logits, ids, n_prompt, value)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_single_filters_keep_what_transformers_keeps(golden_of, option):
+def test_single_filters_keep_what_transformers_keeps(option):
     seen = 0
-    for case, only, kept, tie, _ in itertools.chain(*golden_of.values()):
+    for case, only, kept, tie, _ in itertools.chain(*golden_of().values()):
         if only == option and tie is None:
             after = FILTERS[option](case.logits, case.ids, case.n_prompt, case.options[option])
             assert np.array_equal(after > -INF, kept), case.options
@@ -1053,21 +1055,6 @@ def test_top_ids(scores, n, ids):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The noise
-
-MASK = 2**64 - 1
-SHIFTS, FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 1)
-
-
-def splitmix64(state, n):
-    """The first n outputs of the published SplitMix64 generator, in Python integers."""
-    outputs = []
-    for _ in range(n):
-        state = (state + 0x9E3779B97F4A7C15) & MASK
-        z = state
-        for shift, factor in zip(SHIFTS, FACTORS, strict=True):
-            z = (z ^ (z >> shift)) * factor & MASK
-        outputs.append(z)
-    return outputs
 
 
 def state_before(output):

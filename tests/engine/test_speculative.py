@@ -5,7 +5,7 @@ does produce is found in two ways:
 
 1. As exact probabilities. `Branches` stands in for the noise: at each random choice it follows every outcome, with the
    outcome's probability as its weight. Nothing is random, so the two distributions have to be equal up to rounding.
-2. As 2,000 runs with different seeds and the package's own noise, compared by a chi-square test.
+2. As 6,000 runs with different seeds and the package's own noise, compared by a chi-square test.
 
 The models are `LookupModel`s: functions from the ids so far to logits. That the coupled rule gives the text of plain
 decoding is in test_one_seed.py.
@@ -314,7 +314,7 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
     target, draft, sampling = case(name, V=4)
-    found = experiment.sample(target, draft, sampling, 2, rule, 2_000)
+    found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
@@ -354,6 +354,7 @@ def test_auto_stays_exact(experiment, monkeypatch, name):
         assert largest_difference(experiment.run(target, draft, sampling, "auto"), expected) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "mix 1"])
 def test_tiny_models_against_the_float64_reference(experiment, name):
     sampling = SamplingConfig(**SETTINGS[name])
@@ -392,6 +393,7 @@ class SharpDrafter(ModelDrafter):
         return [Draft(token, q**2 / (q**2).sum()) for token, q in super().propose(row, k)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["frequency", "mix 2"])
 @pytest.mark.parametrize(
     "fault",
@@ -435,6 +437,7 @@ def test_worked_example(experiment, k):
     assert accepted / examined == pytest.approx(np.minimum(P, Q).sum(), rel=1e-6)  # 0.7, the most that any rule can
 
 
+@pytest.mark.slow
 def test_worked_example_faulty(experiment):
     """X01: the fault gives other frequencies, which the test sees."""
     for rule, expected in (("rejection", P), (resample_from_p, [0.39, 0.35, 0.26])):
@@ -454,7 +457,7 @@ def test_acceptance_of_each_rule(rule):
     p, q = np.array([0.1, 0.3, 0.4, 0.2]), np.array([0.6, 0.25, 0.05, 0.1])
     ratio = np.maximum(p / p[:, None], q / q[:, None])
     expected = np.minimum(p, q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
-    n, counts, n_accepted = 4_000, Counter(), 0
+    n, counts, n_accepted = 8_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
         draft = Draft(speculative.sample_token(q, noise), q)
@@ -684,6 +687,7 @@ def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
         assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
 def test_caches_after_each_round_of_an_ordinary_draft(rule, options):

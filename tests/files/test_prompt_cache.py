@@ -20,7 +20,6 @@ import pytest
 
 import minigen
 from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
-from minigen.command import main as cli
 from minigen.engine.decode import PrefixCache, Run
 from minigen.files import prompt_cache
 from minigen.options import DecodingConfig, SamplingConfig
@@ -187,6 +186,7 @@ def test_warm_equals_cold(tok, file, monkeypatch, decoder):
         assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.slow
 def test_one_file_serves_all_decoders_in_any_order(tok, file):
     t, draft = tiny(2), tiny(3, n_layer=1)
     rng = np.random.default_rng(0)
@@ -786,16 +786,10 @@ def test_options_that_do_not_go_with_a_prompt_cache(tok, file, options, words):
 
 
 @pytest.fixture
-def command(capsys, tmp_path):
+def command(cli, tmp_path):
     t = tiny()
-    folder = write_checkpoint(tmp_path / "model", t.config, t.params)
-    write_byte_vocab(folder)
-
-    def run(*args):
-        code = cli.main(["--model", str(folder), *map(str, args)])
-        return (code, *capsys.readouterr())
-
-    return run
+    folder = write_byte_vocab(write_checkpoint(tmp_path / "model", t.config, t.params))
+    return lambda *args: cli("--model", folder, *args)
 
 
 def test_command_line(command, tmp_path):
@@ -836,9 +830,9 @@ def test_command_line_refuses_options(command, tmp_path, args, words):
         assert word in err
 
 
-def test_command_line_checks_options_before_it_loads_a_model(capsys):
-    code = cli.main(["--model", "/nonexistent", "a", "--prompt-cache", "x", "--window", "4"])
-    assert code == 2 and "window" in capsys.readouterr().err
+def test_command_line_checks_options_before_it_loads_a_model(cli):
+    result = cli("--model", "/nonexistent", "a", "--prompt-cache", "x", "--window", "4")
+    assert result.code == 2 and "window" in result.err
 
 
 def test_command_line_refuses_files(command, tmp_path):
@@ -851,6 +845,5 @@ def test_command_line_refuses_files(command, tmp_path):
     assert file.read_bytes() == b"a text"
 
 
-def test_help_names_the_option(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "--prompt-cache FILE" in capsys.readouterr().out
+def test_help_names_the_option(cli):
+    assert "--prompt-cache FILE" in cli("--help").out

@@ -17,65 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import minigen
 from minigen.command.arguments import FLAGS, GROUPS
 from minigen.command.main import main
-from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
+from tests.conftest import Result
+from tests.oracles.tiny import tiny_config, write_byte_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MODEL = "/nonexistent/model"
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and pipes as POSIX has them")
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A tiny checkpoint: 64 positions, one token a byte."""
-    folder = tmp_path_factory.mktemp("tiny") / "modèle"
-    config = tiny_config(vocab_size=257, n_positions=64)
-    write_checkpoint(folder, config, tiny_params(config, seed=3))
-    write_byte_vocab(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder):
-    return minigen.load(str(tiny_folder))
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """Runs the command line in this process."""
-
-    def run(*args, stdin=b""):
-        stream = io.TextIOWrapper(io.BytesIO(stdin)) if isinstance(stdin, bytes) else stdin
-        monkeypatch.setattr(sys, "stdin", stream)
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
-        try:
-            code = main([str(arg) for arg in args])
-        except SystemExit as exit:
-            code = exit.code
-        captured = capsys.readouterr()
-        return Result(code or 0, captured.out, captured.err)
-
-    return run
-
-
-@pytest.fixture
-def tiny_cli(cli, tiny_folder):
-    """The same, with the tiny model."""
-    return lambda *args, stdin=b"": cli("--model", tiny_folder, *args, stdin=stdin)
 
 
 def start(*args, env=(), **kwargs):

@@ -13,20 +13,9 @@ import pytest
 
 import minigen
 from minigen.command.colors import TokenColorizer, has_colours
-from minigen.command.main import main
-from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SGR = re.compile(r"\x1b\[([\d;]*)m")
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A tiny checkpoint of 64 positions, one token a byte: nearly all of what it writes is broken UTF-8."""
-    folder = tmp_path_factory.mktemp("colours") / "bytes"
-    config = tiny_config(vocab_size=257, n_positions=64)
-    write_checkpoint(folder, config, tiny_params(config, seed=3))
-    return write_byte_vocab(folder)
 
 
 def styled_characters(output):
@@ -63,8 +52,8 @@ def forced(script):
 
 
 @pytest.mark.parametrize("stop", [[], ["!?"], ["€?", "?!", "b\nc!!!"], ["😀b"]], ids=repr)
-def test_each_character_has_the_style_of_the_tokens_that_make_it(tiny_folder, stop):
-    model, tokenizer = minigen.load(tiny_folder)
+def test_each_character_has_the_style_of_the_tokens_that_make_it(tiny, stop):
+    model, tokenizer = tiny
     text = "aé你\n\n😀b\nc!!d€!z"  # tokens are bytes: 1, 2, 3, 1, 1, 4 ... to a character
     options = {"max_tokens": len(text.encode()), "logprobs": 0, "stop": stop, "temperature": 1.0}
     script = tokenizer.encode(text)
@@ -93,8 +82,8 @@ def _with_logprob(step, logprob):
     return minigen.Step(step.text, step.token, entry, step.row, step.from_draft, step.finish_reason, step.completion)
 
 
-def test_half_characters_at_the_end_and_rows_without_a_token(tiny_folder):
-    model, tokenizer = minigen.load(tiny_folder)
+def test_half_characters_at_the_end_and_rows_without_a_token(tiny):
+    model, tokenizer = tiny
     half = tokenizer.encode("ab你")[:-1]
     eos = model.config.eos_ids[0]
     for script, reason in ((half, "length"), ([*half, eos], "eos")):
@@ -112,14 +101,12 @@ def test_half_characters_at_the_end_and_rows_without_a_token(tiny_folder):
 
 
 @pytest.fixture
-def cli(tiny_folder, capsys, monkeypatch):
-    """Runs the command line in this process: (exit code, stdout, stderr), as on a terminal where asked."""
+def cli(tiny_cli, monkeypatch):
+    """Runs the command line in this process, as on a terminal if asked."""
 
     def run(*args, terminal=False):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
         monkeypatch.setattr("minigen.command.main.has_colours", lambda file: terminal)
-        code = main(["--model", str(tiny_folder), *map(str, args)])
-        return code, *capsys.readouterr()
+        return tiny_cli(*args)
 
     return run
 
@@ -154,9 +141,9 @@ def test_the_text_is_that_of_a_plain_run(cli, more):
     assert "50 % and more" in err and "below 1 %" in err
 
 
-def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny_folder):
+def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny):
     options = {"stop": "aa", "max_tokens": 30, "seed": 3, "logit_bias": {64: 4}, "logprobs": 0}
-    model, tokenizer = minigen.load(tiny_folder)
+    model, tokenizer = tiny
     colorizers, rows = [TokenColorizer(tokenizer), TokenColorizer(tokenizer)], ["one", "two"]
     for step in minigen.stream(model, tokenizer, ["one", "two"], **options):
         rows[step.row] += colorizers[step.row].render(step)

@@ -1,11 +1,9 @@
 """Options: each refuses the same values in its config, in `stream` and on the command line, and is shown everywhere."""
 
 import inspect
-import io
 import json
 import math
 import re
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +13,7 @@ import pytest
 
 import minigen
 from minigen.command import arguments
-from minigen.command.main import main
 from minigen.options import CONFIGS, OPTIONS, GenerateOptions, OptionError, check_options, declared
-from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, np.True_, "x", None, 1j, [0.5]]
 NOT_WHOLE = [math.nan, math.inf, True, np.True_, "x", None, 2.5, np.float32(1.5), [1], 10**41, 10**5000]
@@ -95,20 +91,6 @@ GOOD = [(name, value) for name, (*_, values) in TABLE.items() for value in value
 CONFIG_OF = {name: config for config in CONFIGS for name in declared(config)}
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A tiny checkpoint: 64 positions, one token a byte."""
-    folder = tmp_path_factory.mktemp("options") / "bytes"
-    config = tiny_config(vocab_size=257, n_positions=64)
-    write_checkpoint(folder, config, tiny_params(config, seed=3))
-    return write_byte_vocab(folder)
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder):
-    return minigen.load(str(tiny_folder))
-
-
 def shown(value):
     """The beginning of `repr`, which Python refuses for numbers of more than 4,300 digits."""
     return "huge" if type(value) is int and value >= 10**4000 else repr(value)[:30]
@@ -139,12 +121,6 @@ def test_values_out_of_range(tiny, name, value):
             assert message.startswith(f"{name} is {value!r}; it must be {allowed}")
 
 
-def run(capsys, monkeypatch, *args, stdin=b""):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    code = main([str(arg) for arg in args])
-    return code, *capsys.readouterr()
-
-
 def as_typed(value):
     return "9" * 5000 if shown(value) == "huge" else value if isinstance(value, str) else repr(value).lower()
 
@@ -162,7 +138,7 @@ def as_typed(value):
     + [("stop", ""), *((name, "2.5") for name in ("top_k", "seed", "num_beams", "num_draft_tokens"))],
     ids=shown,
 )
-def test_values_out_of_range_on_the_command_line(capsys, monkeypatch, name, value):
+def test_values_out_of_range_on_the_command_line(cli, name, value):
     """The same sentences about the same option by its flag, before a model is loaded."""
     others, _, allowed, _ = TABLE[name]
     flag = f"--{name.replace('_', '-')}"
@@ -170,7 +146,7 @@ def test_values_out_of_range_on_the_command_line(capsys, monkeypatch, name, valu
     more = ["--draft-model=other" if option == "--draft-model" else option for option in more]
     if name == "early_stopping" and value == 1:
         value = "1"
-    code, out, err = run(capsys, monkeypatch, "--model", "/nonexistent", "a", *more, f"{flag}={as_typed(value)}")
+    code, out, err = cli("--model", "/nonexistent", "a", *more, f"{flag}={as_typed(value)}")
     assert (code, out) == (2, "") and err.startswith(f"minigen: {flag} is ") and len(err.splitlines()) == 1
     if not (isinstance(value, int) and value > 10**40):
         assert allowed in err and f"{as_typed(value)}" in err.replace("'", "")
@@ -290,11 +266,11 @@ CONFLICTS = [
 
 
 @pytest.mark.parametrize("options, typed, name, reason", CONFLICTS, ids=lambda value: str(value)[:60])
-def test_options_that_do_not_go_together(tiny, capsys, monkeypatch, options, typed, name, reason):
+def test_options_that_do_not_go_together(tiny, cli, options, typed, name, reason):
     given = {key: tiny if key == "draft_model" else value for key, value in options.items()}
     with pytest.raises(OptionError, match=rf"^{name} is {re.escape(repr(options[name]))}(;|, but) .*{reason}"):
         minigen.stream(*tiny, "a", **given)
-    code, out, err = run(capsys, monkeypatch, "--model", "/nonexistent", "a", *typed)
+    code, out, err = cli("--model", "/nonexistent", "a", *typed)
     flag = "--no-cache" if name == "use_cache" else f"--{name.replace('_', '-')}"
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert re.match(rf"minigen: {flag} is .*(;|, but) .*{reason}", err), err
@@ -345,7 +321,7 @@ def test_the_command_has_every_option_of_generate():
     assert arguments.FLAGS["use_cache"] == "--no-cache"
 
 
-def test_values_typed_are_the_values_of_the_api(tiny_folder, tiny, capsys, monkeypatch):
+def test_values_typed_are_the_values_of_the_api(tiny_folder, tiny, cli):
     """Every flag that takes a value, against `generate` with the same value."""
     options = dict(max_tokens=30, min_tokens=3, temperature=0.9, top_k=20, top_p=0.8, min_p=0.01, typical_p=0.9, seed=5)
     options |= dict(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2, no_repeat_ngram_size=3)
@@ -357,17 +333,17 @@ def test_values_typed_are_the_values_of_the_api(tiny_folder, tiny, capsys, monke
             args += [flag, "70+0.5", flag, "a=-1.5"]
         else:
             args += [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
-    code, out, _ = run(capsys, monkeypatch, *args)
+    code, out, _ = cli(*args)
     expected = minigen.generate(*tiny, "ab", **options)
     assert code == 0
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [done.token_ids for done in expected]
 
 
-def test_the_value_of_an_option_may_be_two_dashes(tiny_folder, capsys, monkeypatch):
+def test_the_value_of_an_option_may_be_two_dashes(tiny_folder, cli):
     """F18: --stop=-- on Python 3.10 to 3.12."""
     args = ["--model", tiny_folder, "x", "-n", "3", "-q", "--logit-bias", "12+90"]  # id 12 is "-"
-    assert run(capsys, monkeypatch, *args)[1] == "x---\n"
-    assert run(capsys, monkeypatch, *args, "--stop=--")[:2] == (0, "x\n")
+    assert cli(*args)[1] == "x---\n"
+    assert cli(*args, "--stop=--")[:2] == (0, "x\n")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
 """Scores of given texts: transformers' figures, the float64 reference, and what each token is scored by."""
 
 import importlib
-import io
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import minigen
-from minigen.command.main import main
 from tests.golden.make_score import STRIDES, TALES, TINY, TINY_SEED, TINY_STD
 from tests.oracles.lookup import LookupModel
 from tests.oracles.models import gpt2, tiny_model
@@ -172,61 +169,56 @@ def byte_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(byte_folder, capsys, monkeypatch):
-    """Runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*args, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code = main(["--model", str(byte_folder), *map(str, args)])
-        return code, *capsys.readouterr()
-
-    return run
+def score_cli(cli, byte_folder):
+    return lambda *args, stdin=b"": cli("--model", byte_folder, *args, stdin=stdin)
 
 
-def test_a_file_and_stdin(cli, byte_folder, tmp_path):
+def test_a_file_and_stdin(score_cli, byte_folder, tmp_path):
     text = "The fox — and the cat."
     (tmp_path / "text.txt").write_text(text + "\n", encoding="utf-8")
     model, tokenizer = minigen.load(byte_folder)
     score = minigen.score(model, tokenizer.encode(text), 5)
     assert score.n_tokens == len(text.encode()) - 1  # the final newline is dropped
 
-    code, out, err = cli("--score", tmp_path / "text.txt", "--stride", 5)
+    code, out, err = score_cli("--score", tmp_path / "text.txt", "--stride", 5)
     summary = f"perplexity {score.perplexity:.4f} · {score.nll / math.log(2) / score.n_tokens:.4f} bits a byte · "
     assert (code, out) == (0, summary + "23 of 24 tokens scored\n")
     header, closing = err.splitlines()
     assert "bytes" in header and "context 16" in header
     assert closing.startswith("stride 5 ")
-    assert cli("--score", "-", "--stride", 5, "-q", stdin=(text + "\n").encode()) == (0, out, "")
-    assert cli("--score", tmp_path / "text.txt", "-q")[1] != out
+    assert score_cli("--score", "-", "--stride", 5, "-q", stdin=(text + "\n").encode()) == (0, out, "")
+    assert score_cli("--score", tmp_path / "text.txt", "-q")[1] != out
 
-    code, listed, _ = cli("--score", tmp_path / "text.txt", "--stride", 5, "--logprobs", 0, "-q")
+    code, listed, _ = score_cli("--score", tmp_path / "text.txt", "--stride", 5, "--logprobs", 0, "-q")
     *lines, last = listed.splitlines()
     assert last + "\n" == out
     assert lines[:2] == ["        -  'T'", f"{score.logprobs[1]:9.4f}  'h'"]
     assert len(lines) == 24
 
-    (line,) = cli("--score", tmp_path / "text.txt", "--stride", 5, "--json", "-q")[1].splitlines()
+    (line,) = score_cli("--score", tmp_path / "text.txt", "--stride", 5, "--json", "-q")[1].splitlines()
     parsed = json.loads(line)
     assert parsed["logprobs"] is None and parsed["model"] == str(byte_folder)
     assert (parsed["perplexity"], parsed["nll"]) == (score.perplexity, score.nll)
     assert (parsed["n_tokens"], parsed["stride"]) == (23, 5)
     assert parsed["bits_per_byte"] == pytest.approx(score.nll / math.log(2) / 23)
-    tokens = json.loads(cli("--score", tmp_path / "text.txt", "--stride", 5, "--json", "--logprobs", 0)[1])["logprobs"]
+    tokens = json.loads(score_cli("--score", tmp_path / "text.txt", "--stride", 5, "--json", "--logprobs", 0)[1])[
+        "logprobs"
+    ]
     assert [entry["logprob"] for entry in tokens] == score.logprobs
     assert [entry["token"] for entry in tokens] == score.token_ids
     assert tokens[1]["text"] == "h"
 
 
-def test_json_has_no_infinity(cli, monkeypatch):
+def test_json_has_no_infinity(score_cli, monkeypatch):
     """F16: a perplexity that a float cannot hold."""
     monkeypatch.setattr("minigen.scoring.TextScore.perplexity", math.inf)
-    code, out, _ = cli("--score", "-", "--json", "-q", stdin=b"a text")
+    code, out, _ = score_cli("--score", "-", "--json", "-q", stdin=b"a text")
     assert code == 0
     assert json.loads(out, parse_constant=pytest.fail)["perplexity"] is None
 
 
-def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
-    assert "2 of 3 tokens" in cli("--score", "-", stdin=b"<|endoftext|>ab")[1]
+def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(score_cli):
+    assert "2 of 3 tokens" in score_cli("--score", "-", stdin=b"<|endoftext|>ab")[1]
 
 
 @pytest.mark.parametrize(
@@ -249,13 +241,13 @@ def test_end_of_text_at_the_beginning_has_all_of_a_file_scored(cli):
     ],
     ids=" ".join,
 )
-def test_options_that_scoring_does_not_use_are_refused(cli, args, words):
-    code, out, err = cli("--score", "-", "-q", *args, stdin=b"a text")
+def test_options_that_scoring_does_not_use_are_refused(score_cli, args, words):
+    code, out, err = score_cli("--score", "-", "-q", *args, stdin=b"a text")
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert all(word in err for word in words), err
 
 
-def test_what_cannot_be_read_or_scored(cli, tmp_path):
+def test_what_cannot_be_read_or_scored(score_cli, tmp_path):
     for args, stdin, words in (
         (["--score", tmp_path / "missing.txt"], b"", ["missing.txt", "No such file"]),
         (["--score", tmp_path], b"", ["directory"]),
@@ -265,6 +257,6 @@ def test_what_cannot_be_read_or_scored(cli, tmp_path):
         (["--score", "-", "a prompt"], b"text", ["a prompt", "--score"]),
         (["a prompt", "--stride", 4], b"", ["stride is 4", "--score"]),
     ):
-        code, out, err = cli(*args, "-q", stdin=stdin)
+        code, out, err = score_cli(*args, "-q", stdin=stdin)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
         assert all(word in err for word in words), err

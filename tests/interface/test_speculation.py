@@ -1,26 +1,13 @@
 """Speculation on the command line: what it prints is plain decoding's text, and how the drafts fared."""
 
 import json
-import warnings
 
 import pytest
 
 import minigen
-from minigen.command.main import main
 
 PROMPT = "The king said to his daughter"
 GREEDY = ("--temperature", "0", "--max-tokens", "20")
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Runs the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it: put it back afterwards
-        return main([*args]), *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from minigen.tracing import recorder
 from minigen.tracing.page import stream_with_trace
 from minigen.tracing.recorder import TOP, Recorder, stages
 from tests.oracles.reference import gelu_tanh, layer_norm, reference_logits
+from tests.oracles.splitmix64 import uniforms
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 VOCAB = 257
@@ -333,16 +334,6 @@ def test_the_last_stage_is_the_samplers_own_distribution_to_the_bit(options):
     assert len({name for name, _ in found}) == len(found)
 
 
-def uniforms(n, *place):
-    """SplitMix64 in Python's whole numbers for tokens 0 to n - 1; place: seed, number, position, stream."""
-    seed, mask = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]), 2**64 - 1
-    for token in range(n):
-        z = seed + 0x9E3779B97F4A7C15 * (token + 1) & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        yield (((z ^ z >> 31) >> 12) + 0.5) / 2**52
-
-
 def finish(p, *place):
     """The tokens in the order of E / p, and every token's E."""
     noise = np.array([-math.log(u) for u in uniforms(len(p), *place)])
@@ -383,7 +374,7 @@ def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
             if rule == "coupled":
                 assert draft["u"] is None and draft["accepted"] == (token == drafted)
             else:
-                assert draft["u"] == next(uniforms(1, *place, 1))
+                assert draft["u"] == uniforms(1, *place, 1)[0]
                 assert draft["accepted"] == (draft["u"] < p[drafted] / q[drafted])
                 if draft["accepted"]:
                     assert token == drafted and choice["race"] is None

@@ -59,7 +59,12 @@ def test_damaged_and_odd_inputs_end_in_the_right_result_or_in_one_sentence(kind,
         monkeypatch.chdir(tmp_path)  # for files that the command is told to write
         maker, words = KINDS[kind](tmp_path), set()
         for index in range(COUNTS[kind]):
-            words.add(maker.run(random.Random(f"0 {kind} {index}")))
+            try:
+                words.add(maker.run(random.Random(f"0 {kind} {index}")))
+            except Exception as error:
+                raise AssertionError(
+                    f"python -m tests.fuzz --only {kind} --seed 0 --first {index} --count 1"
+                ) from error
     assert set(words) == OUTCOMES[kind]
 
 
