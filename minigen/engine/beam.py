@@ -79,8 +79,8 @@ def _search(run, prompt, beam):
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:num_beams]
         kept = _assign_rows(running[:num_beams])
         run.hooks.on_beam_step(beams, logits, candidates, kept, finished)
-        if not running and not finished:
-            check_logits(np.array([-np.inf]), length - 1)
+        if not finished:
+            check_logits(np.array([candidate.sum_logprob for candidate in running]), length - 1)
         if not running or _is_done(running[0], finished, length, max_length, beam):
             break
         beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]

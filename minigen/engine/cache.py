@@ -100,7 +100,7 @@ class KVCache:
         of its queries still needs.
         """
         real = positions >= 0
-        length = self.length + real.sum(axis=1)
+        length = self.length + real.sum(axis=1)  # [B, T] -> [B]
         too_long = length - self.capacity > self._oldest_visible(self.length)
         if too_long.any():
             row = too_long.argmax()
@@ -109,8 +109,8 @@ class KVCache:
                 f"{length[row] - self.length[row]} more tokens after {self.length[row]} do not fit {limit} "
                 f"{self.capacity} slots: use a larger capacity or pass fewer tokens at a time"
             )
-        slots = positions % self.capacity
-        rows, columns = np.nonzero(real)
+        slots = positions % self.capacity  # [B, T]
+        rows, columns = np.nonzero(real)  # of each real token
         self.slot_pos[rows, slots[rows, columns]] = positions[rows, columns]
         self.length = length
 
@@ -124,7 +124,7 @@ class KVCache:
         used = padded_length(min(length.max(), self.capacity))
         slot_pos = self.slot_pos[:, None, None, :used]  # [B, C] -> [B, 1, 1, S]
         query_pos = positions[:, None, :, None]  # [B, T] -> [B, 1, T, 1]
-        mask = (slot_pos >= 0) & (slot_pos <= query_pos)
+        mask = (slot_pos >= 0) & (slot_pos <= query_pos)  # [B, 1, T, S]
         if self.window:
             mask &= slot_pos > query_pos - self.window
         # The output at padding is never read, but the softmax of a query that attends to nothing would be NaN.

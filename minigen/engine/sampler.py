@@ -209,7 +209,7 @@ def apply_logit_bias(logits, bias):
 
 def check_logits(logits, n_generated):
     """Raise ValueError, naming the step, if the best logit is not a number or no token is left to choose."""
-    best = logits.max()  # NaN if any of them is
+    best = logits.max(initial=-np.inf)  # NaN if any of them is
     if not np.isfinite(best):
         fault = "every token is ruled out (all logits are -inf)" if best == -np.inf else f"the best logit is {best}"
         raise ValueError(f"generated token {n_generated + 1} cannot be chosen: {fault}")
