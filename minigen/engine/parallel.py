@@ -117,17 +117,20 @@ class OneRowThreads:
         self.seconds = {"blas": 0.0, "pool": 0.0}  # of the last pass; 0: not tried yet
         self.wait = self.passes_left = self.MIN_WAIT
 
+    def _cost(self, way):
+        return self.seconds[way] * (1.05 if way == "blas" else 1)  # for a small gain, no core should spin
+
     @contextmanager
     def share(self):
         """A context for one pass."""
-        faster, slower = sorted(self.seconds, key=self.seconds.get)
+        faster, slower = sorted(self.seconds, key=self._cost)
         self.passes_left -= 1
         way = faster if self.passes_left else slower
         start = time.perf_counter()
         with single_threaded_blas() if way == "pool" else nullcontext():
             yield
         self.seconds[way] = time.perf_counter() - start
-        if self.seconds[faster] > self.seconds[slower]:
+        if self._cost(faster) > self._cost(slower):
             self.wait = self.passes_left = self.MIN_WAIT
         elif way == slower:
             self.wait = self.passes_left = min(2 * self.wait, self.MAX_WAIT)

@@ -244,6 +244,7 @@ def test_one_row_stays_on_blas_threads_while_they_are_faster(monkeypatch):
     """The slower way is tried now and then, but more and more seldom: it costs less than 1 % of the passes' time."""
     taken = ways(monkeypatch, lambda index: 1.0)
     assert taken.count("pool") <= 7
+    assert ways(monkeypatch, lambda index: 1.19).count("blas") <= 7  # for a gain of 1 %, no core should spin
     taken = ways(monkeypatch, lambda index: 9.0)  # another program has a core from the beginning
     assert taken.count("blas") <= 7
 
