@@ -364,11 +364,7 @@ def test_a_config_that_computes_something_else_makes_another_model(tok, file, ov
     assert_refused(changed(t, None, **overrides), tok, file, FIRST, "another model")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{"n_layer": 2}, {"n_embd": 16}, {"n_positions": 31}, {"n_inner": 31}],
-    ids=str,
-)
+@pytest.mark.parametrize("overrides", [{"n_layer": 2}, {"n_embd": 16}, {"n_positions": 31}, {"n_inner": 31}], ids=str)
 def test_a_model_of_another_size_is_another_model(tok, file, overrides):
     saved(tiny(), tok, file, FIRST)
     assert_refused(tiny(**overrides), tok, file, FIRST, "another model")
@@ -817,11 +813,7 @@ def test_command_line(command, tmp_path):
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [
-        (("a", "--window", "4"), ["window"]),
-        (("a", "--no-cache"), ["--no-cache"]),
-        (("a", "b"), ["number of prompts"]),
-    ],
+    [(("a", "--window", "4"), ["window"]), (("a", "--no-cache"), ["--no-cache"]), (("a", "b"), ["number of prompts"])],
 )
 def test_command_line_refuses_options(command, tmp_path, args, words):
     code, out, err = command(*args, "--prompt-cache", tmp_path / "x", "--quiet")

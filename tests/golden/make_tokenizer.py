@@ -66,10 +66,7 @@ def main(out_folder) -> Path:
     long_ids = [np.array(gpt2(text)["input_ids"], dtype="<u2") for text in long.values()]
 
     arrays = {"strings_sha256": np.array(nasty_strings.digest(texts))}
-    for name, ids in {
-        "gpt2": _ids(gpt2, texts),
-        "fairytale": _ids(_tokenizer(FAIRYTALE), texts[::EVERY]),
-    }.items():
+    for name, ids in {"gpt2": _ids(gpt2, texts), "fairytale": _ids(_tokenizer(FAIRYTALE), texts[::EVERY])}.items():
         arrays[f"{name}_ids"] = np.concatenate(ids)
         arrays[f"{name}_lengths"] = np.array([len(row) for row in ids], dtype="<u2")
     arrays["long_names"] = np.array(list(long))

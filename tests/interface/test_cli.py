@@ -651,10 +651,7 @@ def closed_pipe():
 @pytest.mark.skipif(NO_FULL_DISK, reason="needs /dev/full")
 @pytest.mark.parametrize(
     "target, code, sentence",
-    [
-        (lambda: "/dev/full", 2, "minigen: cannot write to stdout: No space left on device\n"),
-        (closed_pipe, 141, ""),
-    ],
+    [(lambda: "/dev/full", 2, "minigen: cannot write to stdout: No space left on device\n"), (closed_pipe, 141, "")],
     ids=["full disk", "closed pipe"],
 )
 class TestOutputThatIsLost:

@@ -862,9 +862,9 @@ def check_utf8_stream(chunks):
 
 
 characters = st.sampled_from("a \u00e9\u0416\u4f60\ufffd\uffff\U0001f600\U0010ffff\u200d\x00\x7f\x80").map(str.encode)
-broken = st.sampled_from(
-    "80 bf c0 c1 c3 e0 e080 ed eda0 f0 f080 f09f f09f98 f490 f5 ff e4bd c328".split(),
-).map(bytes.fromhex)
+broken = st.sampled_from("80 bf c0 c1 c3 e0 e080 ed eda0 f0 f080 f09f f09f98 f490 f5 ff e4bd c328".split()).map(
+    bytes.fromhex
+)
 nasty_bytes = st.lists(st.one_of(characters, broken, st.binary(max_size=3)), max_size=8).map(b"".join)
 
 
