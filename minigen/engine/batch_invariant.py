@@ -9,7 +9,7 @@ likely, that can change a text. In this mode each sum has one order, whatever th
   SLOT_BLOCK, of which softmax adds up one block after the other.
 - forward: BLAS runs on one thread, for one row as well.
 
-It costs time, most of all for prompts: a step of gpt2's shape takes 1.3 times as long, a prompt of 512 tokens 1.9 times.
+It costs time: a step of gpt2's shape takes 1.3 times as long, a prompt of 512 tokens 1.9 times.
 """
 
 import os
