@@ -61,8 +61,6 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
             run.model.config.n_positions - len(context),
             run.cache.kv.max_chunk - 1,
         )
-        if k:
-            drafter.prefill(context)
         start = time.perf_counter()
         drafts = drafter.propose(row, k) if k else []
         draft_seconds = time.perf_counter() - start
@@ -150,11 +148,6 @@ class ModelDrafter:
         config = self.cache.model.config
         return len(context) <= config.n_positions and max(context) < config.vocab_size
 
-    def prefill(self, context):
-        """Run a context, except its last token, so that the first draft costs no more than the later ones."""
-        if self._can_read(context):
-            self.cache.feed([context[:-1]], n_logits=0)
-
     def propose(self, row, k):
         """Up to k `Draft`s, fewer if the draft model cannot continue (no room, or no token allowed)."""
         drafts, ids, context = [], list(row.ids), list(row.context)
@@ -177,9 +170,6 @@ class PromptLookupDrafter:
 
     def __init__(self, max_matching_ngram_size):
         self.max_matching_ngram_size = max_matching_ngram_size
-
-    def prefill(self, context):
-        """There is nothing to prepare."""
 
     def propose(self, row, k):
         """Up to k `Draft`s, none if nothing matches."""
