@@ -143,9 +143,6 @@ PROCESSORS = Kind("a list of callables (history, logits) -> logits", _are_proces
 TYPICAL = Kind(
     "a number above 0, up to 1 (1 is off)", lambda value: is_number(value) and 0 < value <= 1, _parser(float), 1
 )
-DRAFT_LENGTH = Kind(
-    'a whole number of 1 or more, or "auto"', lambda value: value == "auto" or is_int(value, 1), _parser(int)
-)
 RULE = Kind('"coupled" or "rejection"', lambda value: value in ("coupled", "rejection"))
 EARLY_STOPPING = Kind(
     'True, False or "never"',
@@ -284,8 +281,8 @@ class BeamConfig(Config):
 class SpeculationConfig(Config):
     """The options of speculative decoding."""
 
-    num_draft_tokens: int | Literal["auto"] = option(4, DRAFT_LENGTH, "N|auto", "speculative decoding", "draft model",
-        help="tokens that the draft model proposes per round; auto adapts to the acceptance rate")
+    num_draft_tokens: int = option(4, whole(1), "N", "speculative decoding", "draft model",
+        help="tokens that the draft model proposes per round")
     prompt_lookup_num_tokens: int = option(0, whole(0, off=0), "N", "speculative decoding",
         help="without a draft model: propose N tokens by n-gram lookup in the text so far")
     speculation_rule: Literal["coupled", "rejection"] = option(
@@ -330,7 +327,7 @@ class GenerateOptions(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    num_draft_tokens: int | Literal["auto"]
+    num_draft_tokens: int
     prompt_lookup_num_tokens: int
     speculation_rule: Literal["coupled", "rejection"]
     max_matching_ngram_size: int

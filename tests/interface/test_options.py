@@ -63,8 +63,8 @@ TABLE = {
     "num_draft_tokens": (
         {"draft_model": True},
         [*NOT_WHOLE, 0, -1],
-        'a whole number of 1 or more, or "auto"',
-        [1, "auto"],
+        "a whole number of 1 or more",
+        [1, 4],
     ),
     "prompt_lookup_num_tokens": ({}, [*NOT_WHOLE, -1], "a whole number of 0 or more (0 is off)", [0, 3]),
     "speculation_rule": (
