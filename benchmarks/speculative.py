@@ -20,7 +20,7 @@ real cost, and its acceptance rate is known.
 import numpy as np
 
 from benchmarks.harness import SHAPES, Report, load_model, parser, ratio
-from minigen import SpeculationConfig, generate, load
+from minigen import generate, load
 
 SECONDS = {"quick": 6, "full": 1800}
 PROMPT = 128
@@ -29,14 +29,6 @@ STORIES = (
     "Lily had a red balloon./In a small house by the sea lived an old man./The king had three daughters./"
     "Ben found a shiny stone in the garden./It was a cold winter morning./There was a dragon who was afraid of"
 ).split("/")
-
-
-def accepts(**option):
-    """Whether this version has such an option of speculation with such a value."""
-    try:
-        return bool(SpeculationConfig(**option))
-    except (TypeError, ValueError):
-        return False
 
 
 def compare(report, title, groups, lengths, write, idea):
@@ -70,19 +62,14 @@ def compare(report, title, groups, lengths, write, idea):
         }
 
     def shows(timings):
-        fixed = {group: max(gain(timings, group, k) for k in lengths if k != "auto") for group in groups}
-        sentence = "Best gains: " + ", ".join(f"{best:.2f} ({group})" for group, best in fixed.items())
-        if "auto" in lengths:
-            auto = {group: gain(timings, group, "auto") for group in groups}
-            against = min(auto[group] / max(fixed[group], 1) for group in groups)
-            sentence += f'; "auto" is at worst {min(auto.values()):.2f} of plain decoding, {against:.2f} of the best'
-        return f"{sentence}."
+        best = {group: max(gain(timings, group, k) for k in lengths) for group in groups}
+        return "Best gains: " + ", ".join(f"{gain:.2f} ({group})" for group, gain in best.items()) + "."
 
     report.table(title, {case: lambda case=case: run(case) for case in cases}, shows, extra, idea)
 
 
 def measure_pair(report):
-    lengths = (1, "auto") if report.quick else (1, 2, 4, "auto")
+    lengths = (1, 4) if report.quick else (1, 2, 4)
     stories, new = (STORIES[:2], 16) if report.quick else (STORIES, 64)
     (model, tokenizer), draft = load("fairytale"), load("distilfairytale")
     groups = {f"temperature 0.7, {rule}": (0.7, rule) for rule in ("coupled", "rejection")}
@@ -149,7 +136,7 @@ def measure_acceptance(report, name, target, draft_name, draft, acceptances, new
         options = {"draft_model": (draft, draft.tokenizer), "num_draft_tokens": k} if k else {}
         return follow(target, text, **options)
 
-    lengths = (1, 4, "auto") if report.quick else (1, 2, 4, 8, "auto")
+    lengths = (1, 4) if report.quick else (1, 2, 4, 8)
     title = f"{name} drafted by {draft_name}, {new} tokens, by acceptance rate"
     compare(report, title, groups, lengths, write, f"speculative decoding, {name} by {draft_name}")
 
@@ -163,7 +150,7 @@ def measure_ngrams(report, name, target, new):
     def write(group, k):
         return follow(target, groups[group], prompt_lookup_num_tokens=k)
 
-    lengths = [k for k in ((4, "auto") if report.quick else (2, 4, 8, "auto")) if accepts(prompt_lookup_num_tokens=k)]
+    lengths = (4,) if report.quick else (2, 4, 8)
     compare(report, f"{name} with n-gram drafts, {new} tokens", groups, lengths, write, "n-gram drafts")
 
 

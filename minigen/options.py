@@ -149,9 +149,6 @@ PROCESSORS = Kind("a list of callables (history, logits) -> logits", _are_proces
 TYPICAL = Kind(
     "a number above 0, up to 1 (1 is off)", lambda value: is_number(value) and 0 < value <= 1, _parser(float), 1
 )
-DRAFT_LENGTH = Kind(
-    'a whole number of 1 or more, or "auto"', lambda value: _is_word(value, "auto") or is_int(value, 1), _parser(int)
-)
 RULE = Kind('"coupled" or "rejection"', lambda value: _is_word(value, "coupled", "rejection"))
 EARLY_STOPPING = Kind(
     'True, False or "never"',
@@ -295,8 +292,8 @@ class BeamConfig(Config):
 class SpeculationConfig(Config):
     """The options of speculative decoding."""
 
-    num_draft_tokens: int | Literal["auto"] = option(4, DRAFT_LENGTH, "N|auto", "speculative decoding", "draft model",
-        help="tokens that the draft model proposes per round; auto adapts to the acceptance rate")
+    num_draft_tokens: int = option(4, whole(1), "N", "speculative decoding", "draft model",
+        help="tokens that the draft model proposes per round")
     draft_vocab_size: int | None = option(None, whole(1), "N", "speculative decoding", "draft model",
         help="the draft model proposes only the first N tokens of the vocabulary, which is faster")
     prompt_lookup_num_tokens: int = option(0, whole(0, off=0), "N", "speculative decoding",
@@ -343,7 +340,7 @@ class GenerateOptions(TypedDict, total=False):
     num_beams: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    num_draft_tokens: int | Literal["auto"]
+    num_draft_tokens: int
     draft_vocab_size: int | None
     prompt_lookup_num_tokens: int
     speculation_rule: Literal["coupled", "rejection"]

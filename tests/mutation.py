@@ -39,7 +39,6 @@ TESTS = {  # module of minigen -> the tests that are there to find its faults
     "engine.beam": ["engine/test_beam.py", "files/test_prompt_cache.py"],
     "engine.speculative": [
         "engine/test_speculative.py",
-        "engine/test_adaptive_draft_length.py",
         "files/test_prompt_cache.py",
     ],
     "text.tokenizer": ["text/test_tokenizer.py"],

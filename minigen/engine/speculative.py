@@ -45,11 +45,10 @@ class SpeculationStats:
 def speculate(run, row, drafter, num_draft_tokens, rule):
     """Generate one row; each round is a draft, one pass of the target, and the accepted tokens plus one.
 
-    num_draft_tokens: a number, or "auto". rule: a function of `RULES`. Rejected drafts need no code: the next `feed`
-    rolls the caches back to the ids that they still have in common with the text, so no query sees a rejected one.
+    rule: a function of `RULES`. Rejected drafts need no code: the next `feed` rolls the caches back to the ids that
+    they still have in common with the text, so no query sees a rejected one.
     """
     run.hooks.on_start(run, [row])
-    draft_length = AdaptiveDraftLength() if num_draft_tokens == "auto" else None
     stats = row.speculation = SpeculationStats(rule.__name__)
     while True:
         context = row.context
@@ -57,13 +56,11 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
         run.feed([context[:-1]], n_logits=0)
         # A round may give one token more than it drafts, and must overrun neither max_tokens nor the context.
         k = min(
-            draft_length.choose() if draft_length else num_draft_tokens,
+            num_draft_tokens,
             run.config.max_tokens - row.n_generated - 1,
             run.model.config.n_positions - len(context),
             run.cache.kv.max_chunk - 1,
         )
-        if k:
-            drafter.prefill(context)
         start = time.perf_counter()
         drafts = drafter.propose(row, k) if k else []
         draft_seconds = time.perf_counter() - start
@@ -74,12 +71,10 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
         stats.target_seconds += target_seconds
         stats.target_passes += 1
         stats.drafted += len(drafts)
-        n_accepted = 0
         for row_logits, draft in zip(logits[0], [*drafts, None], strict=True):  # [1, T, V] -> T x [V]
             p = next_token_probs(row_logits, row.history, run.sampling)
             token, accepted = rule(draft, p, row.noise) if draft else (sample_token(p, row.noise), False)
             run.hooks.on_token(row, row_logits, p, token, draft)
-            n_accepted += accepted
             stats.accepted += accepted
             row.append(token)
             yield GeneratedToken(row, token, row_logits, accepted)
@@ -87,8 +82,6 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
                 return
             if not accepted:
                 break
-        if draft_length:
-            draft_length.record(len(drafts), n_accepted, draft_seconds, target_seconds)
 
 
 # ---------------------------------------------------------------------------------------- the two rules
@@ -151,11 +144,6 @@ class ModelDrafter:
         config = self.cache.model.config
         return len(context) <= config.n_positions and max(context) < config.vocab_size
 
-    def prefill(self, context):
-        """Run a context, except its last token, so that the first draft costs no more than the later ones."""
-        if self._can_read(context):
-            self.cache.feed([context[:-1]], n_logits=0)
-
     def propose(self, row, k):
         """Up to k `Draft`s, fewer if the draft model cannot continue (no room, or no token allowed)."""
         drafts, ids, context = [], list(row.ids), list(row.context)
@@ -181,9 +169,6 @@ class PromptLookupDrafter:
     def __init__(self, max_matching_ngram_size):
         self.max_matching_ngram_size = max_matching_ngram_size
 
-    def prefill(self, context):
-        """There is nothing to prepare."""
-
     def propose(self, row, k):
         """Up to k `Draft`s, none if nothing matches."""
         ids = row.context
@@ -193,57 +178,3 @@ class PromptLookupDrafter:
                 if ids[start : start + size] == ngram:
                     return [Draft(token) for token in ids[start + size : start + size + k]]
         return []
-
-
-# ---------------------------------------------------------------------------------------- how much to propose
-
-
-class AdaptiveDraftLength:
-    """num_draft_tokens="auto": the k with the highest predicted throughput, from 0 (plain decoding) to MAX_DRAFT.
-
-    If a draft token is accepted with probability a, a round of k gives 1 + a + ... + a^k tokens on average (Leviathan
-    et al. 2023, equation 1) and costs k draft steps and one target pass. a is the share of the last accepted drafts,
-    the costs are nearly the lowest that were measured: an interruption makes a pass slower, nothing makes it faster.
-    """
-
-    MAX_DRAFT = 8
-    MEMORY = 0.95  # weight of what happened one draft earlier
-    RISE = 0.02  # how far a cost follows a measurement that is higher
-    MAX_LOSS = 0.02  # of the time, spent on trying whether drafts pay again
-
-    def __init__(self):
-        self.accepted, self.examined = 1.4, 2.0  # sums with decaying weights; as if two drafts had been examined
-        self.draft_seconds = None  # for one token
-        self.pass_seconds = {}  # number of drafts -> seconds of the pass that verifies them
-        self.seconds = self.lost = 0.0  # of all rounds; compared with plain decoding, by rounds that did not pay
-
-    def choose(self):
-        """The number of tokens to propose in the next round."""
-        if len(self.pass_seconds) < 2:  # the first two rounds measure a plain step and a round
-            return 2 * len(self.pass_seconds)
-        k = np.arange(self.MAX_DRAFT + 1)
-        known = sorted(self.pass_seconds)
-        seconds = np.interp(k, known, [self.pass_seconds[n] for n in known]) + k * self.draft_seconds
-        best = int(np.argmax(np.cumsum((self.accepted / self.examined) ** k) / seconds))
-        if best == 0:
-            return int(self.lost + seconds[1] - seconds[0] < self.MAX_LOSS * self.seconds)
-        return best
-
-    def record(self, drafted, accepted, draft_seconds, pass_seconds):
-        """Learn from a round."""
-
-        def cost(old, new):
-            return new if old is None else min(new, old + self.RISE * (new - old))
-
-        self.pass_seconds[drafted] = cost(self.pass_seconds.get(drafted), pass_seconds)
-        # A pass over fewer tokens does not cost more.
-        plain_seconds = min(self.pass_seconds.values())
-        if 0 in self.pass_seconds:
-            self.pass_seconds[0] = plain_seconds
-        self.seconds += draft_seconds + pass_seconds
-        if drafted:
-            self.draft_seconds = cost(self.draft_seconds, draft_seconds / drafted)
-            self.lost = max(0.0, self.lost + draft_seconds + pass_seconds - (accepted + 1) * plain_seconds)
-        for was_accepted in [1] * accepted + [0] * (accepted < drafted):
-            self.accepted = self.MEMORY * self.accepted + was_accepted
-            self.examined = self.MEMORY * self.examined + 1

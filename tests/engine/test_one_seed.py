@@ -72,7 +72,6 @@ def ways(prompt, n, path, pair, others, lengths, **options):
     drafts = dict(draft_model=draft, max_tokens=n, **options)
     for k in lengths:
         yield f"{k} drafts", token_ids([prompt], num_draft_tokens=k, **drafts)
-    yield "drafts, auto", token_ids([prompt], num_draft_tokens="auto", **drafts)
     yield "n-gram", token_ids([prompt], prompt_lookup_num_tokens=3, max_tokens=n, **options)
     yield "row 3 of 8", token_ids([*others[:3], prompt, *others[3:]], 3, max_tokens=n, **options)
     yield "no cache", token_ids([prompt], use_cache=False, max_tokens=n, **options)

@@ -31,7 +31,6 @@ from minigen.engine.model import GPT2, GPT2Config
 from minigen.engine.sampler import History, Noise, next_token_probs
 from minigen.engine.speculative import (
     RULES,
-    AdaptiveDraftLength,
     Draft,
     ModelDrafter,
     PromptLookupDrafter,
@@ -341,19 +340,6 @@ def test_ngram_drafts_stay_exact(experiment, name, rule):
     assert any(step.from_draft for _, steps in experiment.steps for step in steps)
 
 
-@pytest.mark.parametrize("name", ["plain", "mix 1"])
-def test_auto_stays_exact(experiment, monkeypatch, name):
-    sampling = SamplingConfig(**SETTINGS[name])
-    target, draft = lookup_pair(seed=9, V=3)
-    # Lengths that are the same each time, or the paths could not be followed twice.
-    monkeypatch.setattr(AdaptiveDraftLength, "record", lambda *_: None)
-    monkeypatch.setattr(AdaptiveDraftLength, "choose", lambda self: next(self.lengths))
-    expected = enumerate_target(target.logits_of, sampling)
-    for lengths in itertools.permutations(range(3)):
-        monkeypatch.setattr(AdaptiveDraftLength, "__init__", lambda self, x=lengths: setattr(self, "lengths", iter(x)))
-        assert largest_difference(experiment.run(target, draft, sampling, "auto"), expected) < 1e-12
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "mix 1"])
 def test_tiny_models_against_the_float64_reference(experiment, name):
@@ -593,7 +579,6 @@ def test_greedy_equals_plain_decoding(pair):
         for name, drafter in {
             "distilled": dict(draft_model=draft, num_draft_tokens=1 + n % 5),
             "itself": dict(draft_model=(model, tokenizer), num_draft_tokens=1 + n % 5),
-            "auto": dict(draft_model=draft, num_draft_tokens="auto"),
             "n-gram": dict(prompt_lookup_num_tokens=3),
         }.items():
             done = generate_one(model, tokenizer, prompt, **options, **drafter)
@@ -830,6 +815,45 @@ def test_a_single_token_costs_the_draft_nothing():
     draft.forward = None  # a call would raise TypeError
     done = generate_one(model, Letters(8), [1, 2], draft_model=(draft, Letters(8)), temperature=0, max_tokens=1)
     assert done.token_ids == [int(model.logits_of((1, 2)).argmax())]
+
+
+def counted(model, after=lambda: None):
+    """(the stand-in, the number of ids in each of its passes); `after` is called after each."""
+    passes = []
+
+    class Counted(LookupModel):
+        def forward(self, ids, cache, **options):
+            passes.append(len(ids[0]))
+            after()
+            return super().forward(ids, cache, **options)
+
+    return Counted(model.logits_of, model.config.vocab_size), passes
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_draft_token_costs_one_pass_of_the_draft(right):
+    model = text_model(8, 1)
+    draft, passes = counted(model if right else half_right(model))
+    options = dict(draft_model=(draft, Letters(8)), num_draft_tokens=2, temperature=0, max_tokens=40)
+    done = generate_one(model, Letters(8), [0, 1, 2], **options)
+    assert len(passes) == done.speculation.drafted > 20
+    assert passes[0] == 3  # the prompt, with the first
+
+
+def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
+    seconds = [0.0]  # the clock, which only passes move
+
+    def timed(model, duration):
+        return counted(model, lambda: seconds.append(seconds[-1] + duration))[0]
+
+    model = text_model(8, 1)
+    draft, target = timed(model, 0.5), timed(model, 10)
+    monkeypatch.setattr("time.perf_counter", lambda: seconds[-1])
+    options = dict(draft_model=(draft, Letters(8)), num_draft_tokens=3, temperature=0, max_tokens=50)
+    stats = generate_one(target, Letters(8), [0, 1], **options).speculation
+    assert stats.target_passes > 5 and stats.drafted > 20
+    assert stats.target_seconds == 10 * stats.target_passes  # without the prompt's
+    assert stats.draft_seconds == 0.5 * stats.drafted
 
 
 def test_a_draft_with_a_short_context_still_helps_while_it_lasts():

@@ -60,8 +60,8 @@ TABLE = {
     "num_draft_tokens": (
         {"draft_model": True},
         [*NOT_WHOLE, 0, -1],
-        'a whole number of 1 or more, or "auto"',
-        [1, "auto"],
+        "a whole number of 1 or more",
+        [1, 4],
     ),
     "draft_vocab_size": (
         {"draft_model": True},

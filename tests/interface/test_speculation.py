@@ -16,7 +16,6 @@ GREEDY = ("--temperature", "0", "--max-tokens", "20")
     [
         ("--speculative",),
         ("--draft-model", "distilfairytale", "--num-draft-tokens", "2"),
-        ("--speculative", "--num-draft-tokens", "auto"),
         ("--prompt-lookup-num-tokens", "3", "--max-matching-ngram-size", "1"),
     ],
     ids=" ".join,
@@ -35,11 +34,10 @@ def test_the_text_is_plain_decodings(cli, fairytale, args):
     assert stats["rule"] == "coupled"
     assert set(stats) == {"rule", "drafted", "accepted", "target_passes", "draft_seconds", "target_seconds"}
     assert stats["target_passes"] + stats["accepted"] - 20 in (0, 1)
-    if "auto" not in args:  # counts of a run that repeats
-        share = stats["accepted"] / stats["drafted"]
-        assert f"accepted {stats['accepted']} of {stats['drafted']} drafts ({share:.0%})" in closing
-        assert f"{20 / stats['target_passes']:.2f} tokens a pass" in closing
-        assert "s drafting" in closing and "s checking" in closing
+    share = stats["accepted"] / stats["drafted"]
+    assert f"accepted {stats['accepted']} of {stats['drafted']} drafts ({share:.0%})" in closing
+    assert f"{20 / stats['target_passes']:.2f} tokens a pass" in closing
+    assert "s drafting" in closing and "s checking" in closing
 
 
 def test_without_drafts_there_is_nothing_to_report(cli):
