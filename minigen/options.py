@@ -292,7 +292,7 @@ class BeamConfig(Config):
 class SpeculationConfig(Config):
     """The options of speculative decoding."""
 
-    num_draft_tokens: int = option(4, whole(1), "N", "speculative decoding", "draft model",
+    num_draft_tokens: int = option(2, whole(1), "N", "speculative decoding", "draft model",
         help="tokens that the draft model proposes per round")
     draft_vocab_size: int | None = option(None, whole(1), "N", "speculative decoding", "draft model",
         help="the draft model proposes only the first N tokens of the vocabulary, which is faster")

@@ -108,7 +108,7 @@ class Options(Run):
         default, odd = OPTIONS[name].default, rng.random()
         if odd < 0.1:
             return rng.choice([np.True_, np.False_, np.str_(rng.choice(TEXTS)), np.array([1, 2]), np.array([])])
-        if isinstance(default, str) or (name in ("early_stopping", "num_draft_tokens") and odd < 0.3):
+        if isinstance(default, str) or (name == "early_stopping" and odd < 0.3):
             return np.str_(rng.choice(TEXTS))
         number = (
             np.bool_(odd < 0.5)

@@ -582,7 +582,7 @@ def test_the_page_says_what_it_is_a_run_of(folder, tok, file):
     # From Python the model has no name.
     options = {"max_tokens": 2, "seed": 1, "logits_processors": [lambda history, logits: logits], "use_cache": True}
     minigen.trace(tiny().model, tok, PROMPT, file, draft_model=(draft_model().model, tok), **options)
-    options = ["--max-tokens 2", "--num-draft-tokens 4 (default)", "--seed 1", "--temperature 0.7 (default)"]
+    options = ["--max-tokens 2", "--num-draft-tokens 2 (default)", "--seed 1", "--temperature 0.7 (default)"]
     options += ["--top-p 0.9 (default)", "logits_processors"]
     found = data_of(file)["about"]
     assert found[:3] == [f"model: {size}", f"drafts: {size}", head[1]] and sorted(found[3:]) == options
