@@ -146,7 +146,9 @@ def stream(
     if beam.num_beams > 1:
         _check_memory(model.config, "num_beams", beam.num_beams, beam.num_beams, length)
     else:
-        _check_memory(model.config, "num_return_sequences", n, n * len(prompt_ids), length)
+        n_prompts = len(prompt_ids)
+        name, value = ("num_return_sequences", n) if n > 1 else ("the number of prompts", n_prompts)
+        _check_memory(model.config, name, value, n * n_prompts, length)
 
     rule = RULES[speculation.speculation_rule]
 

@@ -114,7 +114,7 @@ def _describe(flags, error):
     if isinstance(error, OptionError):
         return error.render(flags, _show_value)
     if isinstance(error, MemoryError):
-        return f"there is not enough memory for this ({error or 'none left'}); ask for fewer or shorter texts"
+        return f"there is not enough memory for this ({str(error) or 'none left'}); ask for fewer or shorter texts"
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     # Raised by Python, without a sentence. Only a relative path in a deleted working directory has no file name.

@@ -857,14 +857,22 @@ def test_a_closed_stdin_that_is_asked_for(tiny_folder, capsys, monkeypatch):
         assert "stdin" in err or not arguments
 
 
-def test_too_much_memory(tiny_cli, monkeypatch):
+@pytest.mark.parametrize("error, told", [(MemoryError("7 TiB"), "7 TiB"), (MemoryError(), "none left")])
+def test_too_much_memory(tiny_cli, monkeypatch, error, told):
     def full(*args, **kwargs):
-        raise MemoryError("Unable to allocate 7 TiB")
+        raise error
 
     monkeypatch.setattr("minigen.engine.decode.Run.new_cache", full)
-    result = tiny_cli("hi", "-q")
-    assert (result.code, result.out) == (2, "")
-    assert len(result.err.splitlines()) == 1 and "memory" in result.err
+    assert_refused(tiny_cli("hi", "-q"), rf"not enough memory for this \({told}\);")
+
+
+def test_more_texts_than_the_memory_holds(tiny_cli, tmp_path, monkeypatch):
+    """F17: the sentence names what asks for too many of them."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 1000, raising=False)  # pages, and bytes of each
+    (tmp_path / "prompts").write_text("a\n" * 1000)
+    assert_refused(tiny_cli("--prompts-file", tmp_path / "prompts"), "the number of prompts is 1000, but keys, values")
+    assert_refused(tiny_cli("a", "--num-return-sequences", 900), "--num-return-sequences is 900, but keys, values")
+    assert_refused(tiny_cli("a", "--num-beams", 900), "--num-beams is 900, but keys, values")
 
 
 def test_a_stream_that_is_not_a_file(tiny_folder, monkeypatch):
