@@ -20,7 +20,7 @@ from minigen.engine.validation import require
 
 
 class Weight(NamedTuple):
-    """A matrix [n_in, n_out], as `pack_weight` stores it: twice the view of one array, or without blocks."""
+    """A matrix [n_in, n_out], as `pack_weight` stores it. If there are blocks, both are views of one array."""
 
     dense: np.ndarray  # [n_in, n_out]
     blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one padded with zeros
@@ -81,9 +81,7 @@ DENSE_MIN_ROWS = 32
 # Without blocks, one product per row is faster below this many rows: on a Sapphire Rapids 2 rows of 768 x 50,257 take
 # 14 ms instead of 30, 3 rows 23 instead of 30, 4 rows 30 instead of 32.
 ROWWISE_MAX_ROWS = 5
-
-
-# The threads share the outputs of an unblocked weight in multiples of this.
+# The threads share the outputs of a weight without blocks in multiples of this.
 SPAN = 64
 
 
@@ -116,11 +114,11 @@ def _matmul(rows, weight, out):
     if BATCH_INVARIANT or (blocks is not None and 1 < n_rows < DENSE_MIN_ROWS):
         out[:] = _blocked_matmul(rows, blocks)[:, :n_out]
     elif n_rows == 1 and n_out % SPAN:
-        # BLAS adds up the last outputs of each thread in another order if their number is not a multiple of 4. These
-        # have a product of their own, so that the digits do not depend on who shares the rest.
-        rest = n_out - n_out % SPAN
-        np.matmul(rows, dense[:, :rest], out=out[:, :rest])
-        np.matmul(rows, dense[:, rest:], out=out[:, rest:])
+        # If the number of a thread's outputs is not a multiple of 4, BLAS adds up the last ones in another order. A
+        # second product for the last few keeps the digits the same, however many threads share the first.
+        end = n_out - n_out % SPAN
+        np.matmul(rows, dense[:, :end], out=out[:, :end])
+        np.matmul(rows, dense[:, end:], out=out[:, end:])
     elif 1 < n_rows < ROWWISE_MAX_ROWS:
         _rowwise_matmul(rows, dense, out)
     else:

@@ -125,7 +125,7 @@ class OneRowThreads:
         """A context for one pass."""
         faster, slower = sorted(self.seconds, key=self._cost)
         self.passes_left -= 1
-        way = faster if self.passes_left else slower
+        way = faster if self.passes_left > 0 else slower
         start = time.perf_counter()
         with single_threaded_blas() if way == "pool" else nullcontext():
             yield
