@@ -1195,3 +1195,24 @@ def test_frequencies_of_200_000_draws(exponentials, name):
 def test_frequencies_with_a_generator():
     p, rng = run(SKEWED, temperature=1.7), np.random.default_rng(0)
     assert_frequencies([sample_token(p, rng) for _ in range(20_000)], p)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8, np.int64])
+def test_a_processor_may_return_whole_numbers(kind):
+    """F19: unsigned integers wrap around below 0."""
+    config = SamplingConfig(**OFF, logits_processors=[lambda history, logits: np.array([1, 3, 2, 0], kind)])
+    p = next_token_probs(row(9, 9, 9, 9), History([0], 1), config)
+    np.testing.assert_allclose(p, np.exp([1, 3, 2, 0]) / np.exp([1, 3, 2, 0]).sum(), rtol=1e-6)
+
+
+def test_a_processor_cannot_change_the_run():
+    """F19: its arguments are copies."""
+
+    def processor(history, logits):
+        history.ids.append(3)
+        logits[:] = 0
+        return logits
+
+    history, logits = History([0, 1], 1), row(1, 2, 3, 4)
+    next_token_probs(logits, history, SamplingConfig(**OFF, logits_processors=[processor, processor]))
+    assert history == History([0, 1], 1) and logits.tolist() == [1, 2, 3, 4]
