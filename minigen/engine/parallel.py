@@ -12,9 +12,9 @@ from queue import SimpleQueue
 def _number_of_threads():
     """The number of threads that the user allows BLAS, or else of the cores that this process may use."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        value = os.environ.get(name, "")
-        if value.isascii() and value.isdigit() and int(value) > 0:
-            return int(value)
+        value = os.environ.get(name, "").split(",")[0].strip().removeprefix("+").lstrip("0")  # OpenMP has lists, "4,2"
+        if value.isascii() and value.isdigit():
+            return int(value[:9])  # Python refuses to convert more than 4,300 digits
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -76,11 +76,12 @@ def parallel_for(task, n):
                 index = indices.popleft()
             except IndexError:
                 return
+            error = None
             try:
                 task(index)
-                finished.put(None)
-            except BaseException as error:
-                finished.put(error)
+            except BaseException as caught:
+                error = caught
+            finished.put(error)  # once for each task: of more, the last would not be read, such as Ctrl-C in this line
 
     for _ in range(helpers):
         _jobs.put(work)

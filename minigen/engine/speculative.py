@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.engine.decode import GeneratedToken
+from minigen.engine.parallel import single_threaded_blas
 from minigen.engine.sampler import NEG_INF, History, next_token_probs, sample_token
 
 
@@ -62,7 +63,8 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
             run.cache.kv.max_chunk - 1,
         )
         start = time.perf_counter()
-        drafts = drafter.propose(row, k) if k else []
+        with single_threaded_blas():  # its threads would go on spinning while the pool's run the target's pass
+            drafts = drafter.propose(row, k) if k else []
         draft_seconds = time.perf_counter() - start
         run.hooks.on_draft(row, [draft.token for draft in drafts])
         logits = run.feed([context + [draft.token for draft in drafts]], n_logits=len(drafts) + 1)

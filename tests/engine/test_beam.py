@@ -138,6 +138,7 @@ SPACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V, eos_ids, budget", SPACES)
 def test_with_enough_beams_the_list_is_the_true_ranking(V, eos_ids, budget):
     n = enough_beams(V, len(eos_ids), budget)
@@ -402,6 +403,7 @@ def test_the_golden_cases_cover_the_options():
 # ---- scores, and the cache behind them ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_scores_are_those_of_the_reference(penalty, window):
@@ -437,6 +439,7 @@ def generate_and_watch(model, prompt, **options):
     return completions(steps), parents.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_beams", [2, 4, 7])
 def test_with_and_without_cache_the_same_texts(num_beams):
     """B05: a cache that is not reordered with its beams."""
@@ -454,6 +457,7 @@ def test_with_and_without_cache_the_same_texts(num_beams):
     assert len(patterns) >= (2 if num_beams == 2 else 8), patterns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_window_whose_ring_wraps_during_the_search(use_cache):
     # A window of 5 has a ring of 5 + 63 slots: the prompt fills it up to 4, the search goes round, and what was the
@@ -644,6 +648,7 @@ def ends_at(stops, eos_ids, letters):
     return lambda ids: ids[-1] in eos_ids or any(stop in letters.decode(ids) for stop in stops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty, rule", [(0.0, False), (1.0, True), (2.0, "never")])
 @pytest.mark.parametrize("stops", [("cd",), ("bc",), ("bx", "dab"), ("b", "xx"), ("abcdx",), ("zz",)])
 def test_a_stop_string_ends_a_text(stops, penalty, rule):

@@ -300,6 +300,7 @@ def test_a_cache_is_float32_zeros_of_the_size_that_was_asked_for(batch, capacity
     assert cache.nbytes == 2 * 3 * 2 * 4 * capacity * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slack", [0, 1, 5, 60])
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_window_equals_the_reference_with_that_band_wrapped_or_not(window, slack):

@@ -136,6 +136,7 @@ def ids_of(completions):
 # ---- greedy ids --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -164,6 +165,7 @@ def test_greedy_ids_are_the_naive_loops(tok, overrides):
     assert skipped < total / 50
 
 
+@pytest.mark.slow
 def test_greedy_ids_of_the_bundled_model(fairytale):
     model, tokenizer = fairytale
     folder = Path(__file__).parents[2] / "weights" / "fairytale"
@@ -176,6 +178,7 @@ def test_greedy_ids_of_the_bundled_model(fairytale):
     assert skipped <= 2
 
 
+@pytest.mark.slow
 def test_penalties_see_prompt_and_output_as_documented(tok):
     def adjust(logits, prompt, ids):
         logits = logits.copy()
@@ -438,6 +441,7 @@ def test_stop_strings(tok, script, stops, text, sequence, ending):
     assert done.token_ids == ids[:n]  # all that was generated, the stop's own tokens included
 
 
+@pytest.mark.slow
 def test_streamed_text_holds_back_no_more_than_it_must(tok):
     """Every step of random texts with random stops, against a definition that looks at one character at a time."""
     rng = random.Random(0)
@@ -627,6 +631,7 @@ def test_threads_do_not_disturb_each_other(tok, fairytale):
 # ---- log-probabilities, biases and processors --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -726,6 +731,7 @@ def test_logit_bias(tok):
 # ---- windows and context shifts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
 def test_window_within_the_context(tok, window):
     skipped = 0
@@ -771,6 +777,7 @@ def test_the_cache_is_as_large_as_asked_for(tok, n_prompt, options, rows, capaci
     assert {d.timings.cache_bytes for d in done} == {rows * 2 * 2 * 2 * 4 * capacity * 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 3, 7])
 def test_context_shift(tok, keep):
     """K05: A full context becomes its first `keep` ids and the last half of the others, encoded from position 0."""

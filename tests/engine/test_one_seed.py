@@ -137,6 +137,7 @@ def test_only_the_number_of_the_continuation_tells_rows_apart():
     assert [done.token_ids for done in twice[:3]] == [done.token_ids for done in twice[6:]] == alone
 
 
+@pytest.mark.slow
 def test_other_seeds_give_other_texts():
     texts = {tuple(token_ids([PROMPT], seed=seed, max_tokens=20, **OFF)) for seed in range(50)}
     assert len(texts) == 50

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -103,6 +104,27 @@ def test_an_error_is_raised_after_all_tasks_have_ended(three_threads, where):
     threads.parallel_for(done.append, 3)  # and the workers live on
 
 
+def test_ctrl_c_after_the_last_task_is_not_lost(three_threads, monkeypatch):
+    """F18: Ctrl-C in the moment in which the result of the last task is handed over."""
+    threads.parallel_for(lambda i: None, 3)  # starts the workers
+    caller, meeting = threading.current_thread(), threading.Barrier(2)
+
+    class Interrupted(SimpleQueue):
+        def put(self, item):
+            super().put(item)
+            if threading.current_thread() is caller and item is None:
+                raise KeyboardInterrupt  # what the signal handler raises when the line is done
+
+    def task(i):
+        meeting.wait(timeout=20)
+        if threading.current_thread() is caller:
+            time.sleep(0.1)  # the worker's task has ended
+
+    monkeypatch.setattr(threads, "SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.parallel_for(task, 2)
+
+
 def test_where_no_thread_can_be_started_nothing_is_left_waiting_for_one(three_threads, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
@@ -134,11 +156,18 @@ def test_a_task_may_share_in_turn(three_threads):
         ({"OPENBLAS_NUM_THREADS": "0"}, None),
         ({"OPENBLAS_NUM_THREADS": "many"}, None),
         ({"OPENBLAS_NUM_THREADS": "²"}, None),
+        ({"OMP_NUM_THREADS": "\u0663"}, None),  # a digit, but not to BLAS
+        ({"OMP_NUM_THREADS": "-2"}, None),
+        ({"OMP_NUM_THREADS": "3,1"}, 3),  # OpenMP's list, one number for each level
+        ({"OMP_NUM_THREADS": " +03 "}, 3),
+        ({"OMP_NUM_THREADS": "99999999999999999999"}, 8),
+        ({"OMP_NUM_THREADS": "9" * 5000}, 8),
         ({}, None),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_the_number_of_threads(environment, expected):
+    """F18: values that are no number, or an absurd one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = int(python("from minigen.engine.parallel import THREADS; print(THREADS)", **environment))
     assert found == (expected or min(usable, 8))
@@ -192,6 +221,7 @@ BLAS = (
 )
 
 
+@pytest.mark.slow
 def test_a_forward_pass_uses_one_blas_thread_and_restores_the_programs_number():
     code = (
         BLAS
@@ -394,6 +424,7 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
     assert linear_module.weights_are_blocked.__wrapped__() is blocked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "blocked"), [("plain", False), ("blocks", True)])
 def test_minigen_linear_forces_a_layout(asked, blocked):
     code = (

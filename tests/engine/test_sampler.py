@@ -338,6 +338,7 @@ def clear_nucleus(x, mass, by_distance):
     return x[last] == x[first] or abs(key[last] - key[first]) > 1e-5
 
 
+@pytest.mark.slow
 @fixed
 @given(st.data())
 def test_repetition_penalty_is_its_definition(data):
@@ -348,6 +349,7 @@ def test_repetition_penalty_is_its_definition(data):
     np.testing.assert_allclose(apply_repetition_penalty(x, ids, penalty), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @fixed
 @given(st.data())
 def test_presence_and_frequency_are_their_definition(data):
@@ -723,6 +725,7 @@ def situations(draw_from, rows=rows):
     return x, ids, draw_from(st.integers(0, len(ids))), fit(draw_from(options_of), len(x))
 
 
+@pytest.mark.slow
 @settings(fixed, max_examples=200)
 @given(situations())
 def test_any_combination_is_the_chain_of_definitions(situation):
@@ -780,6 +783,7 @@ def test_adding_a_constant_to_all_logits_changes_nothing(situation, constant):
     np.testing.assert_allclose(p, q, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @fixed
 @given(situations())
 def test_top_k_of_one_is_greedy(situation):

@@ -317,6 +317,7 @@ def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V_draft", [3, 6])
 @pytest.mark.parametrize("name", ["plain", "frequency"])
 def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name):
@@ -658,6 +659,7 @@ CACHE_OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
 def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
@@ -761,6 +763,7 @@ def test_max_tokens_inside_a_block(max_tokens):
     assert len(plain.token_ids) == max_tokens and plain.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_end_of_text_inside_a_block():
     reasons = Counter()
     for eos in range(8):
@@ -774,6 +777,7 @@ def test_end_of_text_inside_a_block():
     assert check_ends(text_model(8, 1, eos_token_id=[2, 3]), max_tokens=12).finish_reason == "eos"
 
 
+@pytest.mark.slow
 def test_stop_string_inside_a_block():
     text = generate_one(text_model(8, 1), Letters(8), [0, 1], temperature=0, max_tokens=12).text
     for stop in sorted({text[start : start + length] for start in range(10) for length in (1, 3)}):
@@ -783,6 +787,7 @@ def test_stop_string_inside_a_block():
     assert check_ends(text_model(8, 1), max_tokens=12, stop=text[-3:] + "zz").text == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_draft", [8, 16, 24])
 def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, monkeypatch):
     model, draft = (text_model(8, 1, n_positions=n) for n in (16, n_draft))
@@ -896,6 +901,7 @@ def test_context_shift_together_with_speculation(window, keep):
         assert len(plain.token_ids) == 30 and outcome(done) == outcome(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_positions", [2, 3, 4])
 def test_shifts_that_drop_one_or_two_tokens(n_positions):
     for keep in {0, (n_positions - 1) // 2}:
@@ -934,6 +940,7 @@ def test_another_vocabulary_is_refused(byte_vocab, tmp_path, pair):
         stream(*pair[0], "A", draft_model=(model, ours))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("V", "V_draft"), [*itertools.permutations([7, 8, 10], 2)])
 def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
     """X07: added or padded tokens in one of the two."""
@@ -955,6 +962,7 @@ def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
     assert proposed and all(draft.token < shared and not draft.q[shared:].any() for draft in proposed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 5, 63, 64, 257, 300])
 def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, rule, monkeypatch):
@@ -1026,6 +1034,7 @@ def propose(ids, k, longest):
     return [draft.token for draft in drafts]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 5))
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 def test_ngram_drafter_against_a_slow_definition(ids, k, longest):

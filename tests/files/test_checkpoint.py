@@ -255,6 +255,7 @@ def test_a_head_that_contradicts_a_tied_config_is_warned_of_and_not_used(tmp_pat
     assert_equals_reference(model, config, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
 def test_a_large_head_is_compared_to_its_last_value(tmp_path, dtype):
     config = tiny_config(vocab_size=2**17 + 1, n_layer=1)  # over a million values
@@ -713,6 +714,7 @@ def test_tensors_behind_an_odd_number_of_bytes_are_read(tmp_path, plain):
     assert_equals_reference(read_in_silence(tmp_path), config, params)
 
 
+@pytest.mark.slow
 def test_a_header_of_many_names_takes_no_time(tmp_path, plain):
     _, config, params = plain
     extra = {f"h.0.extra.{i}": np.float32(0) for i in range(15_000)}
@@ -881,6 +883,7 @@ def test_a_config_that_is_not_an_object_is_refused_by_name(tmp_path, content):
     refused(lambda: load_config(tmp_path), tmp_path / "config.json", kind=ValueError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_value_nested_as_deep_as_the_parser_allows_is_refused(tmp_path, plain, name):
     """F18: what can just be parsed may be too deep to be printed in the message."""
@@ -1144,6 +1147,7 @@ for size in sizes:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is limited with Linux's /proc")
 @pytest.mark.parametrize("names", [["vocab_size", "n_positions", "n_embd", "n_inner"], ["n_layer"]], ids=", ".join)
 def test_huge_sizes_are_refused_without_taking_time_or_memory(tmp_path, plain, names):
@@ -1690,6 +1694,7 @@ def test_a_mutated_config_gives_a_model_or_a_refusal(small):
     assert 10 < sum(outcomes) < len(outcomes) - 10
 
 
+@pytest.mark.slow
 def test_any_value_of_any_key_of_config_json_gives_a_model_or_a_refusal(small):
     path = small / "config.json"
     good = json.loads(path.read_text())

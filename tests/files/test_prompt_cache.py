@@ -155,6 +155,7 @@ def options_of(name, tok, draft):
     return options | ({"draft_model": (draft.model, tok)} if "draft_model" in options else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_warm_equals_cold(tok, file, monkeypatch, decoder):
     t, options = tiny(), options_of(decoder, tok, tiny(1, n_layer=1))
@@ -243,6 +244,7 @@ def test_logits_after_a_restore_are_the_references(file, overrides):
         assert np.abs(np.concatenate([logits, later, *steps]) - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_logits_of_the_bundled_model_after_a_restore(file):
     config = json.loads((ROOT / "weights" / "fairytale" / "config.json").read_text())
     exact = {name: p.astype(float) for name, p in stored_params(ROOT / "weights" / "fairytale").items()}
@@ -499,6 +501,7 @@ print(done.timings.reused_tokens)
 """
 
 
+@pytest.mark.slow
 @posix_only
 def test_a_file_that_another_program_rewrites_in_place_does_not_end_the_run(tmp_path, file):
     """A file that is mapped and then cut off would end the process with SIGBUS."""

@@ -66,6 +66,7 @@ def test_text_on_stdout_and_the_rest_on_stderr():
         assert shown in closing
 
 
+@pytest.mark.slow
 def test_the_printed_seed_repeats_the_run(tiny_cli):
     options = ["one", "two", "-n", "20", "--temp", "1.5", "--top-p", "1", "--num-return-sequences", "2", "--ignore-eos"]
     first, second = tiny_cli(*options), tiny_cli(*options)
@@ -156,6 +157,7 @@ def assert_consists_of(out, pieces):
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--num-return-sequences", "2"], ["--stop", "Z", "--stop", "\ufffd"]], ids=str)
 def test_streamed_and_complete_texts_are_the_same(tiny_cli, tiny, more):
     prompts = ["one", "", "a third prompt", "é"]  # of different lengths, so that the rows do not end together
@@ -226,6 +228,7 @@ def test_the_seed_is_printed_if_something_is_drawn(tiny_cli):
         assert "seed" not in tiny_cli("ab", "-n", 1, *more).err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, alias, value",
     [
@@ -255,6 +258,7 @@ def test_options_that_can_be_repeated(tiny_cli, tiny):
     assert banned.out == "xbb\n"
 
 
+@pytest.mark.slow
 def test_context_and_cache_options(tiny_cli):
     full = tiny_cli("abc", "-n", 200, "-s", 1, "--ignore-eos", "--json")
     assert json.loads(full.out)["finish_reason"] == "context"
@@ -370,6 +374,7 @@ def test_prompts_from_the_command_line(tiny_cli):
     assert prompts_of(tiny_cli(*options, "-5", "- a list", "-.5")) == ["-5", "- a list", "-.5"]
 
 
+@pytest.mark.slow
 def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tiny):
     """T04: bytes that are not UTF-8, through a pipe."""
     (text,) = texts(tiny, "caf\ufffd \ufffd", max_tokens=9, seed=3)
@@ -415,6 +420,7 @@ def test_each_line_of_a_pipe_is_a_turn(tiny_cli, tiny):
     assert tiny_cli(*args, stdin=b"") == (0, "", result.err)
 
 
+@pytest.mark.slow
 def test_a_turn_that_cannot_be_run_and_a_new_text(tiny_cli, tiny):
     args = ["-i", "-n", 90, "-s", 4, "--ignore-eos", "--no-echo"]
     session = minigen.Session(*tiny, seed=4, max_tokens=90, ignore_eos=True)

@@ -111,6 +111,7 @@ def cli(tiny_cli, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

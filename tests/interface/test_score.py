@@ -35,6 +35,7 @@ def tiny():
 # ---- against transformers and the formula ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, stride", CASES)
 def test_it_is_the_figure_of_transformers(text, stride, golden, tiny, fairytale):
     model = tiny if text.startswith("tiny") else fairytale[0]
@@ -49,6 +50,7 @@ def test_it_is_the_figure_of_transformers(text, stride, golden, tiny, fairytale)
     assert score.token_ids == golden[f"{text}/ids"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 6, 16, None])
 def test_each_token_is_scored_by_the_first_window_that_reaches_it(stride, golden, tiny):
     """The windows begin at 0, stride, 2 * stride ...; in each, the float64 reference runs the window alone."""

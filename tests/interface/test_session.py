@@ -176,6 +176,7 @@ def test_a_full_context_loses_nothing(loaded):
     assert last(session.turn("y")).token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 def test_a_session_shifts_as_a_run_does(loaded, fed):
     options = dict(max_tokens=30, temperature=1.0, top_p=1.0, ignore_eos=True, context_shift=True, keep=4)
     session, context, whole = Session(*loaded, seed=1, **options), [], []

@@ -198,6 +198,7 @@ def context_of(ids, choice, keep):
 # ---- the run is the same -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_traced_run_gives_what_an_untraced_one_gives(runs, tok, tmp_path, mode):
     plain = generate(tiny().model, tok, prompts_of(mode), **options_of(mode, tok, tmp_path))
@@ -227,6 +228,7 @@ def test_the_hook_changes_no_bit_of_the_logits():
     assert [arguments[0] for arguments in calls] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_without_a_trace_nothing_is_recorded_and_the_hook_is_off(tok, tmp_path, monkeypatch, mode):
     options, forward, hooks = options_of(mode, tok, tmp_path), GPT2.forward, []
@@ -340,6 +342,7 @@ def finish(p, *place):
     return sorted(np.flatnonzero(p).tolist(), key=lambda token: noise[token] / p[token]), noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not {"num_beams", "min_p"} & {*MODES[mode]}])
 def test_the_race_and_the_drafts_are_those_of_the_formulas(runs, mode):
     data, options = runs(mode).data, {"temperature": 0.7, "top_p": 0.9} | MODES[mode]
@@ -604,6 +607,7 @@ def test_the_page_shows_the_number_that_a_numpy_scalar_holds(tok, file):
     assert "--min-p 0.8999999761581421" in data_of(file)["about"]
 
 
+@pytest.mark.slow
 def test_a_hundred_tokens_of_the_bundled_model_are_less_than_300_kilobytes(file):
     minigen.trace(*minigen.load(), "Once upon a time", file, max_tokens=100, seed=1, ignore_eos=True)
     assert data_of(file)["rows"][0]["n_generated"] == 100

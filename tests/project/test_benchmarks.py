@@ -87,6 +87,7 @@ def test_work_is_counted_as_it_is_for_gpt2():
     assert decode.prompt_flops(config, 2) == 2 * 12 * (12 * 768**2 * 2 + 2 * 768 * 3)
 
 
+@pytest.mark.slow
 def test_random_weights_make_a_model(tmp_path, monkeypatch):
     tiny = {"vocab_size": 50257, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
     monkeypatch.setitem(harness.SHAPES, "tiny", tiny)
@@ -109,6 +110,7 @@ def count_passes(right, k):
     return passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0, 0.5, 1])
 def test_a_draft_is_accepted_as_often_as_ordered(acceptance):
     target, draft = speculative.Scripted("fairytale"), speculative.Scripted("distilfairytale")

@@ -96,6 +96,7 @@ def stream_text(tokenizer, ids, stops=()):
 # ---------------------------------------------------------------------------------------- ids
 
 
+@pytest.mark.slow
 def test_the_slow_oracle_gives_the_golden_ids(golden):
     vocab, merges = vocab_and_merges(FAIRYTALE)
     for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::8]:
@@ -103,6 +104,7 @@ def test_the_slow_oracle_gives_the_golden_ids(golden):
             assert slow_encode(text, vocab, merges) == ids, repr(text)
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_transformers(gpt2, golden):
     for text, ids in zip(STRINGS, golden["gpt2"], strict=True):
         assert gpt2.encode(text) == ids, repr(text)
@@ -318,6 +320,7 @@ def test_ids_in_any_order_and_with_gaps(tmp_path, golden):
     assert tokenizer.token_bytes(gap) == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_small_vocabularies_against_the_slow_oracle(tmp_path, seed):
     rng = random.Random(seed)
@@ -369,6 +372,7 @@ def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, mer
         assert tokenizer.encode(text) == slow_encode(text, vocab, merges), text
 
 
+@pytest.mark.slow
 def test_reading_does_not_depend_on_the_locale():
     """T09: files opened in the locale's encoding."""
     code = (
@@ -570,6 +574,7 @@ def test_an_added_token_that_clashes_with_the_vocabulary_is_refused(tmp_path, to
         Tokenizer.from_folder(added_folder(tmp_path, added={token: id}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", ["", "#version: 0.2\n", "\n\n"])
 def test_a_vocabulary_without_its_merges_is_refused(tmp_path, merges):
     """F09: an empty merges.txt next to a whole vocab.json."""
@@ -663,6 +668,7 @@ def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
 # ---------------------------------------------------------------------------------------- broken files
 
 
+@pytest.mark.slow
 def test_any_merges_are_followed_or_refused(tmp_path):
     rng, outcomes = random.Random(1), Counter()
     for _ in range(100):
@@ -877,6 +883,7 @@ def shorten(data, places):
 places = st.lists(st.integers(0, 24), max_size=12)
 
 
+@pytest.mark.slow
 @many
 @given(nasty_bytes, places)
 @example(b"\xed\xa0\x80a", [1, 2, 3])
@@ -1013,6 +1020,7 @@ def test_all_short_texts_and_stops():
 letters = st.text("aab\u00e9\U0001f600", max_size=20)
 
 
+@pytest.mark.slow
 @many
 @given(st.lists(st.text("aab\u00e9\U0001f600", min_size=1, max_size=6), max_size=4), letters, places)
 @example(["aabaaab", "baab"], "aabaaabaab", [3, 5])
@@ -1020,6 +1028,7 @@ def test_stop_strings_in_any_pieces(stops, text, where):
     check_stops(stops, shorten(text, where))
 
 
+@pytest.mark.slow
 @many
 @given(st.data(), letters.filter(bool), places)
 def test_stops_that_do_occur(data, text, where):
