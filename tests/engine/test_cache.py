@@ -485,6 +485,31 @@ def test_rows_that_stay_are_not_copied():
 # ---- the first positions -----------------------------------------------------------------------------------------
 
 
+def test_rows_without_a_promise_are_copied_whole():
+    cache = KVCache(1, 1, 2, 4, batch=2)
+    plan = cache.allocate(np.array([[0, 1], [0, 1]]))
+    cache.store(0, plan, *np.arange(16, dtype=np.float32).reshape(2, 2, 1, 2, 2))
+    expected = cache.keys[0][1].copy()
+    cache.reorder([1, 1])
+    np.testing.assert_array_equal(cache.keys[0], [expected, expected])
+
+
+def test_a_full_cache_has_a_prefix_of_its_whole_capacity():
+    cache = KVCache(1, 1, 2, 4)
+    cache.allocate(np.arange(4)[None])
+    assert cache.prefix(0, 4)[0].shape == (1, 1, 2, 4)
+    with pytest.raises(ValueError, match="first 5"):
+        cache.prefix(0, 5)
+
+
+def test_what_a_cache_shows_of_itself():
+    cache = KVCache(3, 2, 4, 1000, batch=2, window=9)
+    cache.allocate(np.array([[0, 1], [-1, 0]]))
+    # 2 * 3 layers * 2 heads * 4 * 1,000 slots * 2 rows * 4 bytes = 0.37 MiB
+    assert repr(cache) == ("<KVCache: 3 layers x 2 heads x 4, 2 rows of 1000 slots, window 9, 0.4 MiB, lengths [2, 1]>")
+    assert "window" not in repr(KVCache(1, 2, 4, 5))
+
+
 def test_a_prefix_is_what_was_stored_at_the_first_positions():
     cache = KVCache(n_layer=2, n_head=2, d_head=3, capacity=8, batch=2, window=4)
     # layer, K or V, [B, H, D, T]
