@@ -1,18 +1,20 @@
 """Batch invariance: MINIGEN_BATCH_INVARIANT=1 makes a row's logits independent of what is computed along with it.
 
 Floating-point sums depend on their order. BLAS and NumPy choose the order by the shape of an array, so a row's logits
-differ in the last bits with the number of rows, of new tokens and of slots. If the two best tokens are nearly equally
-likely, that can change a text. In this mode each sum has one order, whatever the shape:
+differ in the last bits with the number of rows, of new tokens and of slots. If two tokens are almost equally likely,
+that can change a text. In this mode each sum has one order, whatever the shape:
 
-- linear: all products take the path for a few rows, whose small products BLAS does not pack.
-- attention: at least two queries, few enough that BLAS does not pack; a number of slots that is a multiple of
-  SLOT_BLOCK, of which softmax adds up one block after the other.
-- forward: BLAS runs on one thread, for one row as well.
+- linear: every product takes the path for a few rows, in products so small that BLAS does not pack them.
+- attention: each product has at least two queries, and few enough that BLAS does not pack it. The number of slots is a
+  multiple of SLOT_BLOCK, and softmax adds up one block after the other.
+- forward: BLAS runs on a single thread, even for one row.
 
-It costs time: a step of gpt2's shape takes 1.3 times as long, a prompt of 512 tokens 1.9 times.
+The mode costs time: a step of gpt2's shape takes 1.3 times as long, a prompt of 512 tokens 1.9 times.
 """
 
 import os
+
+from minigen.engine.validation import require
 
 BATCH_INVARIANT = os.environ.get("MINIGEN_BATCH_INVARIANT", "") not in ("", "0")
 SLOT_BLOCK = 64
@@ -29,5 +31,13 @@ def padded_length(n_slots):
 
 
 def max_queries(n_slots, d_head):
-    """The most queries in a product with the keys and values of n_slots that BLAS does not pack; at least 2."""
+    """The most queries whose products with the keys and values of n_slots are not packed; at least 2."""
     return max(2, min(UNPACKED_MAX_MULTIPLIES // (n_slots * d_head), UNPACKED_MAX_RESULTS // d_head))
+
+
+def check_size(n_positions, d_head, n_in):
+    """Raise ValueError if BLAS would pack even the smallest products of a model; n_in: its largest number of inputs."""
+    limit = UNPACKED_MAX_MULTIPLIES // 2  # two queries, or two rows
+    mode = "if MINIGEN_BATCH_INVARIANT is set"
+    require(n_positions * d_head <= limit, "n_positions * d_head", n_positions * d_head, f"at most {limit:,} {mode}")
+    require(n_in * 16 <= limit, "the largest number of inputs of a layer", n_in, f"at most {limit // 16:,} {mode}")

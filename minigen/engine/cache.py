@@ -8,13 +8,15 @@ Shapes (model.py defines the capitals):
 
 Position p is stored in slot p % C. The attention mask follows from positions alone:
 
-    visible = (slot_pos >= 0) & (slot_pos <= query_pos) & (slot_pos > query_pos - window)
+    visible = (slot_pos >= 0) & (slot_pos <= query_pos)
+    visible &= slot_pos > query_pos - window    # with a window only
 
 Causal masking, ring wrap-around, rows of different lengths and rollback of rejected drafts all follow from that mask: a
 rejected draft's slot is marked -1, so no later query can see it. Padding is never stored. Attention does not depend on
 the order of its keys, so the ring is never unrolled: attention reads a view of the slots in use.
 
-Memory: 2 * n_layer * n_head * d_head * capacity * 4 bytes per row.
+Memory: 2 * n_layer * n_head * d_head * capacity * 4 bytes per row. (With batch invariance, the slots are rounded up to
+a multiple of 64.)
 
 The slots are the last axis because a decoding step multiplies one query by all keys. In this layout that reads D long
 runs of memory; in [B, H, C, D] it reads C short ones, which takes 1.7 times as long at 1,000 slots of gpt2's shape.
@@ -184,7 +186,7 @@ class KVCache:
         number of rows stays the same, these are not copied, nor are rows that stay in place. Raises ValueError if a row
         does not exist.
         """
-        rows = np.asarray(rows if len(rows) else np.arange(0))
+        rows = np.asarray(rows if len(rows) else np.arange(0))  # NumPy makes an empty list an array of floats
         ok = rows.dtype.kind in "iu" and ((rows >= 0) & (rows < self.batch)).all()
         require(ok, "rows", rows.tolist(), f"row numbers from 0 to {self.batch - 1}")
         used = min(self.length.max(initial=0), self.capacity)

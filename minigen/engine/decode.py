@@ -134,7 +134,7 @@ class PrefixCache:
         while start < T:
             # The head costs as much as several layers: positions whose logits are needed get a pass of their own.
             first = T - n_logits if n_logits > 1 and start < T - n_logits else T
-            stop = min(start + self.kv.max_chunk, first)
+            stop = min(start + max(self.kv.max_chunk, 1), first)  # if the cache is full, let `forward` say so
             all_logits = n_logits > 1 and start >= T - n_logits
             out = self.model.forward(
                 ids[:, start:stop],

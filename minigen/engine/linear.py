@@ -23,7 +23,9 @@ class Weight(NamedTuple):
     """A matrix [n_in, n_out], as `pack_weight` stores it. If there are blocks, both are views of one array."""
 
     dense: np.ndarray  # [n_in, n_out]
-    blocks: np.ndarray | None  # [n_blocks, n_in, width], the last one padded with zeros
+    # [n_blocks, n_in, width]; the last block may have columns that dense lacks: zeros, or those that `first_outputs`
+    # left out.
+    blocks: np.ndarray | None
 
 
 def linear(x, weight, bias=None):
@@ -58,10 +60,10 @@ def embed(ids, weight):
 #
 # A product with few rows is memory-bandwidth bound: reading the weight takes longer than the arithmetic, so one row and
 # eight could take the same time. With BLAS they do not. For one row it streams through the weight (gemv), but from two
-# rows on (gemm) it first packs the weight: it copies all of it into the order that its inner loop needs. That costs
-# nothing next to hundreds of rows, but three times the product with four. On processors with AVX-512, OpenBLAS does not
-# pack small products. So the weight is cut into blocks of 16 to 64 columns, each small enough for that path with 8 to
-# 16 rows, and the threads share the blocks.
+# rows on (gemm) it first packs the weight: it copies all of it into the order that its inner loop needs. Next to a
+# product with hundreds of rows that costs little, but next to one with four rows it costs more than the product. On
+# processors with AVX-512, OpenBLAS does not pack small products. So the weight is cut into blocks of 16 to 64 columns,
+# each small enough for that path with 8 to 16 rows (fewer if n_in is above 7,800), and the threads share the blocks.
 #
 # Milliseconds by number of rows, on two cores of an Intel Xeon (Emerald Rapids), OpenBLAS 0.3.31, medians. "dense" is
 # x @ W, or one product per row for 2 to 4 rows:
@@ -80,18 +82,21 @@ BLOCK_MAX_ROWS = 16
 DENSE_MIN_ROWS = 32
 # Without blocks, one product per row is faster below this many rows: on a Sapphire Rapids 2 rows of 768 x 50,257 take
 # 14 ms instead of 30, 3 rows 23 instead of 30, 4 rows 30 instead of 32.
-ROWWISE_MAX_ROWS = 5
-# The threads share the outputs of a weight without blocks in multiples of this.
+PACKED_MIN_ROWS = 5
+# The threads share the outputs of a weight without blocks in multiples of this; for one row, the rest after the last
+# multiple is a product of its own.
 SPAN = 64
 
 
 def _number_of_slices(weight, n_rows):
     """The number of slices of its outputs in which the threads share a product with a weight."""
+    # Up to 16 rows take about as long as one, because the time goes into reading the weight; more rows take longer.
     is_small = weight.dense.size * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
-    if is_small or not blas_is_single_threaded():  # otherwise BLAS's own threads share the product
+    # A small product stays on this thread. Outside `single_threaded_blas`, BLAS's own threads share the product.
+    if is_small or not blas_is_single_threaded():
         return 1
-    # One per thread, because each handover of the GIL costs 40 microseconds. Two if that is little next to the product:
-    # if another program uses one of the cores, the thread on the other core computes more slices.
+    # One slice per thread, because each handover of the GIL costs 40 microseconds. Two per thread if that is little
+    # next to the product: if another program uses one of the cores, the thread on the other core computes more slices.
     return THREADS if n_rows < DENSE_MIN_ROWS or THREADS == 1 else 2 * THREADS
 
 
@@ -119,15 +124,11 @@ def _matmul(rows, weight, out):
         end = n_out - n_out % SPAN
         np.matmul(rows, dense[:, :end], out=out[:, :end])
         np.matmul(rows, dense[:, end:], out=out[:, end:])
-    elif 1 < n_rows < ROWWISE_MAX_ROWS:
-        _rowwise_matmul(rows, dense, out)
+    elif 1 < n_rows < PACKED_MIN_ROWS:
+        # One matrix-vector product per row, which BLAS does not pack: [rows, 1, n_in] @ [n_in, n_out]
+        np.matmul(rows[:, None], dense, out=out[:, None])
     else:
         np.matmul(rows, dense, out=out)
-
-
-def _rowwise_matmul(rows, dense, out):
-    """rows @ dense, written to `out`, by one matrix-vector product per row, which BLAS does not pack."""
-    np.matmul(rows[:, None], dense, out=out[:, None])  # [rows, 1, n_in] @ [n_in, n_out] -> [rows, 1, n_out]
 
 
 def _blocked_matmul(rows, blocks):

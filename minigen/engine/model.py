@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT
+from minigen.engine.batch_invariant import BATCH_INVARIANT, check_size
 from minigen.engine.cache import KVCache
 from minigen.engine.linear import embed, first_outputs, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, attention, layer_norm, rowwise
@@ -64,13 +64,15 @@ class Block:
 
 
 class GPT2:
-    """The model: a configuration and its parameters. It holds no state of a run, so several caches can share it.
+    """The model: a configuration and its parameters. It holds nothing of a text, so several caches can share it.
 
     params: float32 arrays of the shapes `config.parameter_shapes()` gives, by name in the checkpoint: a dict, or an
     iterable of pairs, which need not be in memory all at once. `self.params` has a `Weight` for each matrix.
     """
 
     def __init__(self, config, params):
+        if BATCH_INVARIANT:
+            check_size(config.n_positions, config.d_head, max(config.n_embd, config.n_inner or 4 * config.n_embd))
         self.config = config
         self.params = {}
         for name, value in params.items() if isinstance(params, Mapping) else params:
@@ -98,10 +100,11 @@ class GPT2:
     def with_first_logits(self, n):
         """A model with the same parameters that computes logits of the first n ids only, which is faster.
 
-        GPT-2 numbers its tokens in the order in which they were merged, so the first ones are the frequent ones.
+        GPT-2 numbers its tokens in the order in which they were merged, so the first ones are the frequent ones. Its
+        EOS token is the last one, so such a model never generates it.
         """
         other = copy(self)
-        other.head = first_outputs(self.head, n)
+        other.head, other.one_row_threads = first_outputs(self.head, n), OneRowThreads()
         return other
 
     def new_cache(self, batch=1, capacity=None, window=None):
@@ -116,9 +119,9 @@ class GPT2:
         ids: int [B, T], the next T tokens of each row, which are added to the cache; it holds all tokens before them.
         Without a cache, `ids` are the whole text. pad: int [B], the number of padding ids on the left of each row
         (any valid id; their results are discarded). Returns float32 [B, V], the logits at the last position, or
-        [B, T, V] with last_only=False. attention_hook: called by each layer with everything needed to recompute its
-        attention weights by `ops.attention_weights`: layer, q [B, H, D, T], keys [B, H, D, S], scale, and mask, bool
-        [B, 1, T, S] or None.
+        [B, T, V] with last_only=False; after `with_first_logits`, V is n. attention_hook: called by each layer with
+        everything needed to recompute its attention weights by `ops.attention_weights`: layer, q [B, H, D, T], keys
+        [B, H, D, S], scale, and mask, bool [B, 1, T, S] or None.
 
         Raises ValueError for empty or fractional `ids`, an id outside the vocabulary, positions beyond n_positions, or
         more tokens than fit the cache; the cache is unchanged then.

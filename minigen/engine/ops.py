@@ -103,7 +103,7 @@ def layer_norm(x, weight, bias, eps):
 
     x: [..., E], weight and bias: [E]; `eps` is config.json's `layer_norm_epsilon`.
     """
-    # Sums: for one token, calling ndarray.mean costs more than the additions.
+    # Sums instead of `mean`: for one token, calling ndarray.mean costs more than the additions.
     E = np.float32(x.shape[-1])
     x = x - x.sum(axis=-1, keepdims=True) / E
     variance = np.einsum("...e,...e->...", x, x)[..., None] / E
@@ -178,7 +178,8 @@ def attention(q, keys, values, scale, mask=None):
 def rowwise(function, x, out=None):
     """function(x) for a function that treats each row of x alone, [..., E] -> [..., E].
 
-    If x is large, in chunks that stay in a core's cache, on all threads, and written to `out`, which may be x itself.
+    A large x is processed in chunks that stay in a core's cache, on all threads. Use the result: `out`, which may be x
+    itself, is only memory that the function may take for it.
     """
     if x.size <= CHUNK_ELEMENTS:
         return function(x)

@@ -22,18 +22,22 @@ def _number_of_threads():
 THREADS = min(_number_of_threads(), 8)
 # Fewer weights, or keys and values, than this are read sooner than a second thread wakes (about 40 microseconds).
 PARALLEL_MIN_ELEMENTS = 2**20
-_jobs = None  # the queue that the workers wait on; None until first use, and again in a forked child
-_blas_lock, _blas_users, _blas_threads = threading.Lock(), 0, []
+_lock = threading.Lock()  # for the variables below
+_jobs = None  # the queue that the workers wait on; None until first use
+_blas_users, _blas_threads = 0, []  # how many `single_threaded_blas` are active; each library's threads before them
 
 
-def _forget_workers():
-    """Start over in a forked child, which inherits this module's variables but no threads."""
-    global _jobs, _blas_lock
-    _jobs, _blas_lock = None, threading.Lock()
+def _start_over():
+    """In a forked child, which inherits this module's variables but no threads, put them back to their first values."""
+    global _lock, _jobs, _blas_users
+    _lock, _jobs = threading.Lock(), None
+    if _blas_users:
+        _blas_users = 0
+        _restore_blas()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_workers)
+    os.register_at_fork(after_in_child=_start_over)
 
 
 def _worker_loop(jobs):
@@ -66,8 +70,9 @@ def parallel_for(task, n):
         for index in range(n):
             task(index)
         return
-    if _jobs is None:
-        _jobs = _start_workers()  # only assigned if all started: jobs put on a queue without workers would stay there
+    with _lock:
+        if _jobs is None:
+            _jobs = _start_workers()  # assigned only if all started: without workers, jobs would stay on the queue
     indices, finished = deque(range(n)), SimpleQueue()
 
     def work():
@@ -100,7 +105,7 @@ def _blas_libraries():
 
 
 def blas_is_single_threaded():
-    """Whether a `single_threaded_blas` is active."""
+    """Whether a `single_threaded_blas` is active in any thread of this process."""
     return _blas_users > 0
 
 
@@ -112,11 +117,11 @@ class OneRowThreads:
     cores: with another two programs, 780 ms instead of 100. Both give the same digits; see `linear._matmul`.
     """
 
-    MIN_WAIT, MAX_WAIT = 8, 256  # passes until the slower way is tried again
+    MIN_RETRY, MAX_RETRY = 8, 256
 
     def __init__(self):
-        self.seconds = {"blas": 0.0, "pool": 0.0}  # of the last pass; 0: not tried yet
-        self.wait = self.passes_left = self.MIN_WAIT
+        self.seconds = {"blas": 0.0, "pool": 0.0}  # of the last pass that went this way; 0: not tried yet
+        self.retry_after = self.passes_until_retry = self.MIN_RETRY  # in passes, of the slower way
 
     def _cost(self, way):
         return self.seconds[way] * (1.05 if way == "blas" else 1)  # for a small gain, no core should spin
@@ -124,17 +129,20 @@ class OneRowThreads:
     @contextmanager
     def share(self):
         """A context for one pass."""
+        if blas_is_single_threaded():  # for another pass, so there is no choice
+            yield
+            return
         faster, slower = sorted(self.seconds, key=self._cost)
-        self.passes_left -= 1
-        way = faster if self.passes_left > 0 else slower
+        self.passes_until_retry -= 1
+        way = faster if self.passes_until_retry > 0 else slower
         start = time.perf_counter()
         with single_threaded_blas() if way == "pool" else nullcontext():
             yield
         self.seconds[way] = time.perf_counter() - start
         if self._cost(faster) > self._cost(slower):
-            self.wait = self.passes_left = self.MIN_WAIT
+            self.retry_after = self.passes_until_retry = self.MIN_RETRY
         elif way == slower:
-            self.wait = self.passes_left = min(2 * self.wait, self.MAX_WAIT)
+            self.retry_after = self.passes_until_retry = min(2 * self.retry_after, self.MAX_RETRY)
 
 
 @contextmanager
@@ -145,7 +153,7 @@ def single_threaded_blas():
     The setting is the whole process's: the last of several users that overlap restores what the first one found.
     """
     global _blas_users
-    with _blas_lock:
+    with _lock:
         if _blas_users == 0:
             _blas_threads[:] = [library.get_num_threads() for library in _blas_libraries()]
             for library in _blas_libraries():
@@ -154,8 +162,12 @@ def single_threaded_blas():
     try:
         yield
     finally:
-        with _blas_lock:
-            _blas_users = max(_blas_users - 1, 0)  # 0 already in a child that was forked inside
+        with _lock:
+            _blas_users = max(_blas_users - 1, 0)  # 0 already in a child that was forked within the context
             if _blas_users == 0:
-                for library, n_threads in zip(_blas_libraries(), _blas_threads, strict=True):
-                    library.set_num_threads(n_threads)
+                _restore_blas()
+
+
+def _restore_blas():
+    for library, n_threads in zip(_blas_libraries(), _blas_threads, strict=True):
+        library.set_num_threads(n_threads)

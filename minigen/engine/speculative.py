@@ -55,7 +55,8 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
         context = row.context
         # Run the prompt, or what a context shift left; in other rounds nothing is missing.
         run.feed([context[:-1]], n_logits=0)
-        # A round may give one token more than it drafts, and must overrun neither max_tokens nor the context.
+        # A round may give one token more than it drafts, and must overrun neither max_tokens nor the context. It
+        # must be one pass: with a window, a second pass could overwrite what a rollback of the first needs.
         k = min(
             num_draft_tokens,
             run.config.max_tokens - row.n_generated - 1,
@@ -63,7 +64,7 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
             run.cache.kv.max_chunk - 1,
         )
         start = time.perf_counter()
-        with single_threaded_blas():  # its threads would go on spinning while the pool's run the target's pass
+        with single_threaded_blas():  # BLAS's own threads would go on spinning during the target's pass
             drafts = drafter.propose(row, k) if k else []
         draft_seconds = time.perf_counter() - start
         run.hooks.on_draft(row, [draft.token for draft in drafts])
@@ -131,6 +132,8 @@ RULES = {"coupled": coupled, "rejection": rejection}
 
 
 # ---------------------------------------------------------------------------------------- drafters
+#
+# A drafter has one method, propose(row, k): up to k `Draft`s that continue `row.context`, perhaps none.
 
 
 class ModelDrafter:
@@ -147,7 +150,7 @@ class ModelDrafter:
         return len(context) <= config.n_positions and max(context) < config.vocab_size
 
     def propose(self, row, k):
-        """Up to k `Draft`s, fewer if the draft model cannot continue (no room, or no token allowed)."""
+        """Fewer than k `Draft`s if the draft model cannot continue: no room, or no token allowed."""
         drafts, ids, context = [], list(row.ids), list(row.context)
         while len(drafts) < k and self._can_read(context):
             known = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
@@ -157,7 +160,7 @@ class ModelDrafter:
                 # Filtered as the target's: a token that the filters remove would always be rejected.
                 q = next_token_probs(logits, History(ids, row.n_prompt), self.sampling)
             except ValueError:
-                break  # every token of the draft is ruled out; the target decides what that means for the text
+                break  # the draft model leaves no token to choose; the target may still have one
             token = sample_token(q, row.noise._replace(position=len(ids)))
             drafts.append(Draft(token, q))
             ids.append(token)
@@ -172,7 +175,7 @@ class PromptLookupDrafter:
         self.max_matching_ngram_size = max_matching_ngram_size
 
     def propose(self, row, k):
-        """Up to k `Draft`s, none if nothing matches."""
+        """What followed the n-gram: no `Draft`s if it did not occur before."""
         ids = row.context
         for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
             ngram = ids[-size:]

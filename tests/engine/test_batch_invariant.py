@@ -61,6 +61,19 @@ def test_logits_do_not_depend_on_the_pass(seed):
     assert n_differing == 0
 
 
+def test_a_model_whose_smallest_products_are_packed_is_refused():
+    code = """
+from minigen.engine.model import GPT2, GPT2Config
+for sizes in ({"n_positions": 8192, "n_head": 12}, {"n_inner": 40_000}):
+    try:
+        GPT2(GPT2Config(**sizes), {})
+    except ValueError as error:
+        print(error)
+"""
+    first, second = in_mode("1", code).splitlines()
+    assert "is 524288; it must be at most" in first and "is 40000; it must be at most" in second
+
+
 def test_products_that_depend_on_the_number_of_rows_are_refused():
     code = """
 import numpy as np

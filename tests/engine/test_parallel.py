@@ -256,6 +256,23 @@ print(counts() == before)
     assert python(code) == "{1} True\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_forked_while_blas_has_one_thread_starts_with_the_programs_number():
+    code = (
+        "import os, warnings; warnings.simplefilter('ignore');"
+        + BLAS
+        + """
+with parallel.single_threaded_blas():
+    child = os.fork()
+    if child == 0:
+        os._exit(counts() != before or parallel.blas_is_single_threaded())
+    print(os.waitpid(child, 0)[1], set(counts()), end=" ")
+print(counts() == before)
+"""
+    )
+    assert python(code) == "0 {1} True\n"
+
+
 # ---- who shares the products of one row -------------------------------------------------------------------------
 
 
@@ -286,6 +303,14 @@ def test_one_row_changes_its_threads_when_another_program_comes_and_when_it_goes
     # A single slow pass is forgotten soon.
     taken = ways(monkeypatch, lambda index: 9.0 if index == 50 else 1.0, n_passes=100)
     assert taken[70:].count("pool") <= 3
+
+
+def test_a_pass_inside_another_that_set_blas_to_one_thread_is_not_counted_as_blas():
+    with threads.single_threaded_blas():
+        choice = threads.OneRowThreads()
+        with choice.share():
+            pass
+    assert choice.seconds == {"blas": 0, "pool": 0}
 
 
 @pytest.mark.parametrize("blocked", [True, False])
@@ -412,15 +437,15 @@ def compute_for(seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocked", [True, False])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
-    slow = "_rowwise_matmul" if blocked else "_blocked_matmul"
-    real = getattr(linear_module, slow)
+    real = linear_module._matmul
 
-    def slowed(*args):
-        compute_for(0.02)
-        return real(*args)
+    def slowed(rows, weight, out):
+        if (weight.blocks is None) == blocked:
+            compute_for(0.02)
+        real(rows, weight, out)
 
     monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
-    monkeypatch.setattr(linear_module, slow, slowed)
+    monkeypatch.setattr(linear_module, "_matmul", slowed)
     assert linear_module.weights_are_blocked.__wrapped__() is blocked
 
 
