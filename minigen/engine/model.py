@@ -20,7 +20,7 @@ import numpy as np
 from minigen.engine.batch_invariant import BATCH_INVARIANT, check_size
 from minigen.engine.cache import KVCache
 from minigen.engine.linear import embed, first_outputs, linear, pack_weight
-from minigen.engine.ops import ACTIVATIONS, attention, layer_norm, rowwise
+from minigen.engine.ops import ACTIVATIONS, chunked_attention, layer_norm, rowwise
 from minigen.engine.parallel import OneRowThreads, single_threaded_blas
 from minigen.engine.validation import is_int, is_number, require, short_repr
 
@@ -53,7 +53,7 @@ class Block:
         keys, values = cache.store(self.layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
         if attention_hook is not None:
             attention_hook(self.layer, q, keys, self.scale, plan.mask)
-        heads = attention(q, keys, values, self.scale, plan.mask)  # [B, H, D, T] -> [B, T, H, D]
+        heads = chunked_attention(q, keys, values, self.scale, plan.mask)  # [B, H, D, T] -> [B, T, H, D]
         return self.linear("attn.c_proj", heads.reshape(B, T, E))  # [B, T, H, D] -> [B, T, E]
 
     def mlp(self, x):

@@ -8,11 +8,6 @@ import numpy as np
 from minigen.engine.batch_invariant import BATCH_INVARIANT, SLOT_BLOCK, max_queries, padded_length
 from minigen.engine.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_for
 
-# 256 KB of values, so that a few arrays of this size fit in a core's own cache.
-CHUNK_ELEMENTS = 2**16
-# Queries per product in attention: many enough for BLAS's full rate, few enough that their scores stay in the cache.
-QUERY_CHUNK = 64
-
 # ---- activations -------------------------------------------------------------------------------------------------
 
 
@@ -127,11 +122,28 @@ def attention_weights(q, keys, scale, mask=None):
     return softmax(scores, out=scores)
 
 
-def attention(q, keys, values, scale, mask=None):
+def attention(q, keys, values, scale, mask=None, out=None):
     """Scaled dot-product attention, softmax(q k^T * scale) v, per head (Vaswani et al. 2017, section 3.2).
 
-    q: [B, H, D, T], keys and values: [B, H, D, S], tokens last -> [B, T, H, D]. mask: bool [B, 1, T, S], True for the
+    q: [B, H, D, T], keys and values: [B, H, D, S], tokens last -> [B, H, T, D]. mask: bool [B, 1, T, S], True for the
     keys that a query may attend to, at least one; None if all queries may attend to all keys.
+    """
+    # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D]
+    return np.matmul(attention_weights(q, keys, scale, mask), values.swapaxes(2, 3), out=out)
+
+
+# ---- large arrays, in pieces -------------------------------------------------------------------------------------
+
+# 256 KB of values, so that a few arrays of this size fit in a core's own cache.
+CHUNK_ELEMENTS = 2**16
+# Queries per product in attention: many enough for BLAS's full rate, few enough that their scores stay in the cache.
+QUERY_CHUNK = 64
+
+
+def chunked_attention(q, keys, values, scale, mask=None):
+    """`attention` for any number of queries and keys: in chunks of queries and groups of heads, on all threads.
+
+    Arguments as for `attention` -> [B, T, H, D].
     """
     B, H, D, T = q.shape
     S = keys.shape[3]
@@ -141,15 +153,15 @@ def attention(q, keys, values, scale, mask=None):
         if T % n_queries == 1:  # the last product would have a single query: repeat it
             q = np.concatenate([q, q[..., -1:]], axis=3)
             mask = mask if mask is None else np.concatenate([mask, mask[:, :, -1:]], axis=2)
-            return attention(q, keys, values, scale, mask)[:, :T]
-    result = np.empty((B, T, H, D), np.float32)
-    by_head = result.swapaxes(1, 2)  # [B, T, H, D] -> [B, H, T, D]
+            return chunked_attention(q, keys, values, scale, mask)[:, :T]
     # Groups of heads: small enough that their scores stay in the CPU cache; one per thread if there are many keys.
     n_groups = max(
         -(-B * H * min(T, n_queries) * S // CHUNK_ELEMENTS),
         THREADS if keys.size + values.size >= PARALLEL_MIN_ELEMENTS else 1,
     )
     n_groups = min(n_groups, H)
+    if T <= n_queries and n_groups == 1:
+        return attention(q, keys, values, scale, mask).swapaxes(1, 2)  # [B, H, T, D] -> [B, T, H, D]
     tasks = []
     for start in reversed(range(0, T, n_queries)):  # the last queries see the most keys, so they come first
         chunk = slice(start, start + n_queries)
@@ -161,18 +173,15 @@ def attention(q, keys, values, scale, mask=None):
             visible = visible[..., :used]
         for i in range(n_groups):
             tasks.append((chunk, slice(H * i // n_groups, H * (i + 1) // n_groups), used, visible))
+    result = np.empty((B, T, H, D), np.float32)
 
     def attend(index):
         chunk, heads, used, visible = tasks[index]
-        weights = attention_weights(q[:, heads, :, chunk], keys[:, heads, :, :used], scale, visible)
-        # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D]
-        np.matmul(weights, values[:, heads, :, :used].swapaxes(2, 3), out=by_head[:, heads, chunk])
+        out = result[:, chunk, heads].swapaxes(1, 2)  # [B, T, H, D] -> [B, H, T, D]
+        attention(q[:, heads, :, chunk], keys[:, heads, :, :used], values[:, heads, :, :used], scale, visible, out)
 
     parallel_for(attend, len(tasks))
     return result
-
-
-# ---- functions of many rows --------------------------------------------------------------------------------------
 
 
 def rowwise(function, x, out=None):

@@ -15,7 +15,7 @@ from minigen.engine import linear as linear_module
 from minigen.engine import ops
 from minigen.engine import parallel as threads
 from minigen.engine.linear import linear, pack_weight
-from minigen.engine.ops import attention, attention_weights
+from minigen.engine.ops import attention_weights, chunked_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -397,7 +397,7 @@ def test_attention_is_the_formula(three_threads, B, H, T, S, D, masked):
         mask[:, :, T // 2 :, S // 2 :] = False  # whole columns that later chunks of queries do not see
         mask[..., 0] |= ~mask.any(-1)
     before = q.copy()
-    found = attention(q, keys, values, np.float32(0.3), mask)
+    found = chunked_attention(q, keys, values, np.float32(0.3), mask)
     assert (found.shape, found.dtype) == ((B, T, H, D), np.float32)
     np.testing.assert_allclose(found, slow_attention(q, keys, values, 0.3, mask), atol=2e-5)
     np.testing.assert_array_equal(q, before)
