@@ -6,9 +6,10 @@ presence and frequency penalties are an addition:
     repetition penalty, presence and frequency penalty, n-gram blocking, bias, EOS suppression, the caller's processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
 
-each applied to the output of the previous one. Every filter takes one row of logits, [V], and returns a row in which
-the removed tokens are -inf; its argument is unchanged. Nothing here keeps state between tokens, so a rejected draft
-needs no undoing, and beam search and speculation use the same functions.
+each applied to the output of the previous one. All of them take one row of logits, [V], and leave it unchanged. What
+comes before temperature returns a row in which the removed tokens are -inf; a filter returns the ids that it keeps.
+Nothing here keeps state between tokens, so a rejected draft needs no undoing, and beam search and speculation use the
+same functions.
 
 To add a filter: write a function `keep_...(logits, value)`, add it to the loop in `next_token_probs`, and add its
 option to options.py.
@@ -47,7 +48,7 @@ def next_token_probs(logits, history, config):
         return one_hot(logits.argmax(), V)
     if config.temperature != 1:
         logits = apply_temperature(logits, config.temperature)
-    tokens = slice(None)  # all of them
+    tokens = np.arange(V)
     for keep, value, neutral in (
         (keep_top_k, config.top_k, 0),
         (keep_top_p, config.top_p, 1),
@@ -56,9 +57,8 @@ def next_token_probs(logits, history, config):
     ):
         if value != neutral:
             # Each filter gets only the tokens that the previous one kept: after a top-k of 50 the others cost nothing.
-            kept = np.flatnonzero(keep(logits, value) > NEG_INF)
-            tokens = kept if isinstance(tokens, slice) else tokens[kept]
-            logits = logits[kept]
+            kept = keep(logits, value)
+            tokens, logits = tokens[kept], logits[kept]
     p = np.zeros(V)
     unnormalised = _unnormalised_probs(logits)
     p[tokens] = unnormalised.astype(float) / unnormalised.sum(dtype=float)
@@ -128,11 +128,9 @@ def log_softmax(logits):
 
 def top_ids(scores, n):
     """Ids of the n highest scores, best first (ties: lowest id). scores: [V] -> int [min(n, V)]."""
-    ids = np.arange(len(scores))
-    if n < len(scores):
-        threshold = np.partition(scores, -n)[-n] if n else np.inf
-        above = np.flatnonzero(scores > threshold)
-        ids = np.concatenate([above, np.flatnonzero(scores == threshold)[: n - len(above)]])
+    if n == 0:
+        return np.arange(0)
+    ids = keep_top_k(scores, n)
     return ids[np.lexsort((ids, -scores[ids]))]
 
 
@@ -228,8 +226,8 @@ def apply_temperature(logits, temperature):
 def keep_top_k(logits, k):
     """Top-k: keep the k largest logits (Fan et al. 2018; ties: lowest id). 0 and k >= V keep all."""
     if k == 0 or k >= len(logits):
-        return logits
-    return _keep_best(logits, logits, np.partition(logits, -k)[-k], k)
+        return np.arange(len(logits))
+    return _highest(logits, np.partition(logits, -k)[-k], k)
 
 
 def keep_top_p(logits, p):
@@ -239,7 +237,7 @@ def keep_top_p(logits, p):
     keeps all. Source: Holtzman et al. 2020. Probabilities are float32 here: what matters below 1e-7 of p is rounding.
     """
     if p >= 1:
-        return logits
+        return np.arange(len(logits))
     unnormalised = _unnormalised_probs(logits)
     total = unnormalised.sum(dtype=float)
     # Tokens of at most (1 - p) / V hold no more than 1 - p together, so all of them lie beyond the threshold, and few
@@ -248,12 +246,12 @@ def keep_top_p(logits, p):
     candidates = np.sort(candidates)[::-1]
     mass_before = (np.cumsum(candidates, dtype=float) - candidates) / total
     count = max(np.count_nonzero(mass_before < p), 1)
-    return _keep_best(logits, unnormalised, candidates[count - 1], count)
+    return _highest(unnormalised, candidates[count - 1], count)
 
 
 def keep_min_p(logits, p):
     """Min-p: keep the tokens that are at least p times as probable as the most probable one (Nguyen et al. 2024)."""
-    return np.where(_unnormalised_probs(logits) >= p, logits, NEG_INF)
+    return np.flatnonzero(_unnormalised_probs(logits) >= p)
 
 
 def keep_typical_p(logits, p):
@@ -262,17 +260,16 @@ def keep_typical_p(logits, p):
     As in top-p, the smallest such set with total probability >= p. Source: Meister et al. 2023.
     """
     if p >= 1:
-        return logits
+        return np.arange(len(logits))
     tokens = np.flatnonzero(logits > NEG_INF)
     log_p = log_softmax(logits[tokens])
     probabilities = np.exp(log_p)
     entropy = -(probabilities * log_p).sum()
-    typicality = np.full(len(logits), -np.inf)
-    typicality[tokens] = -np.abs(log_p + entropy)
-    order = np.argsort(-typicality[tokens])
+    typicality = -np.abs(log_p + entropy)
+    order = np.argsort(-typicality)
     mass_before = np.cumsum(probabilities[order]) - probabilities[order]
     count = max(np.count_nonzero(mass_before < p), 1)
-    return _keep_best(logits, typicality, typicality[tokens[order[count - 1]]], count)
+    return tokens[_highest(typicality, typicality[order[count - 1]], count)]
 
 
 def _unnormalised_probs(logits):
@@ -280,9 +277,8 @@ def _unnormalised_probs(logits):
     return np.exp(logits - logits.max())
 
 
-def _keep_best(logits, scores, threshold, count):
-    """Keep the `count` highest-scoring tokens; `threshold` is the score of the last one kept (ties: lowest ids)."""
-    kept = scores > threshold
+def _highest(scores, threshold, count):
+    """Ids of the `count` highest scores, in order; `threshold` is the lowest of these scores (ties: lowest ids)."""
+    above = np.flatnonzero(scores > threshold)
     ties = np.flatnonzero(scores == threshold)
-    kept[ties[: count - np.count_nonzero(kept)]] = True
-    return np.where(kept, logits, NEG_INF)
+    return np.sort(np.concatenate([above, ties[: count - len(above)]]))

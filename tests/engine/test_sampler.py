@@ -15,6 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from minigen.engine import sampler
 from minigen.engine.sampler import (
     History,
     Noise,
@@ -24,10 +25,6 @@ from minigen.engine.sampler import (
     apply_repetition_penalty,
     apply_temperature,
     ban_repeated_ngrams,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    keep_typical_p,
     log_softmax,
     next_token_probs,
     one_hot,
@@ -38,6 +35,15 @@ from minigen.options import SamplingConfig
 from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, columns, make_case, moments
 from tests.oracles.chi_square import assert_frequencies
 from tests.oracles.splitmix64 import FACTORS, MASK, SHIFTS, splitmix64
+
+
+def masking(keep):
+    """A filter as a function from logits to logits, -inf for the tokens that it removes."""
+    return lambda logits, value: np.where(np.isin(np.arange(len(logits)), keep(logits, value)), logits, -np.inf)
+
+
+keep_top_k, keep_top_p = masking(sampler.keep_top_k), masking(sampler.keep_top_p)
+keep_min_p, keep_typical_p = masking(sampler.keep_min_p), masking(sampler.keep_typical_p)
 
 pytestmark = pytest.mark.filterwarnings("error")  # no overflow or invalid value on the way to a good result
 
