@@ -260,7 +260,7 @@ class DecodingConfig(Config):
     stop: Sequence[str] = option((), STOPS, "TEXT", "length", None, "--reverse-prompt",
         help="end the text before this string")
     seed: int | None = option(None, whole(0), "N", "sampling", None, "-s",
-        help="random seed: the same seed gives the same text")
+        help="the same seed gives the same text; without one, it is chosen at random")
     num_return_sequences: int = option(1, whole(1), "N", "length",
         help="continuations of each prompt")
     logprobs: int | None = option(None, whole(0), "N", "output",
@@ -476,8 +476,8 @@ def takes_options(function: Function) -> Function:
     ]
     function.__signature__ = signature.replace(parameters=[*own, *keywords])
     lines = [
-        f"{name}: {option.kind.allowed}, default {option.default!r}. {'False: ' if option.default is True else ''}"
-        f"{option.help}."
+        f"{name}: {option.kind.allowed}{', or None' if option.default is None else ''}, default {option.default!r}. "
+        f"{'False: ' if option.default is True else ''}{option.help}."
         for name, option in OPTIONS.items()
     ]
     function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *(f"    {line}" for line in lines)])
