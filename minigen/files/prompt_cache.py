@@ -25,6 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
+from minigen.engine.batch_invariant import BATCH_INVARIANT
 from minigen.engine.decode import common_prefix_length
 from minigen.engine.linear import Weight
 from minigen.engine.validation import shorten
@@ -53,13 +54,13 @@ def reuse_prompt(path, run, prompt, tokens):
 
 
 def fingerprint(model):
-    """A SHA-256, in hexadecimal, of the config and of sums over every parameter.
+    """A SHA-256, in hexadecimal, of the config, of sums over every parameter, and of the batch invariance mode.
 
     The sums add up the bit patterns of the values, of a matrix along both axes. Unlike sums of floats they do not
     depend on the order of memory, and any change of a row or a column changes them.
     """
     config = model.config
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"batch invariant" if BATCH_INVARIANT else b"")
     for field in fields(config):
         if field.name not in WITHOUT_EFFECT:
             digest.update(f"{field.name}={getattr(config, field.name)!r}\n".encode())
@@ -113,7 +114,7 @@ def _read(path, cache, prompt, model_fingerprint):
     if metadata.get("version") != VERSION:
         raise _error(path, f"has version {metadata.get('version')} of the format; only {VERSION} can be read")
     if metadata.get("model") != model_fingerprint:
-        raise _error(path, "was made with another model or other weights")
+        raise _error(path, "was made with another model, other weights or another MINIGEN_BATCH_INVARIANT")
 
     n = math.prod(stored["ids"]["shape"]) if "ids" in stored else 0
     ids = _tensor(stored, path, "ids", "I64", [n])

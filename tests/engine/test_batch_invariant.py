@@ -61,6 +61,11 @@ def test_logits_do_not_depend_on_the_pass(seed):
     assert n_differing == 0
 
 
+def test_prompt_caches_of_the_two_modes_are_not_exchanged():
+    code = "import minigen; from minigen.files.prompt_cache import fingerprint; print(fingerprint(minigen.load()[0]))"
+    assert in_mode("1", code) != in_mode("0", code)
+
+
 def test_a_model_whose_smallest_products_are_packed_is_refused():
     code = """
 from minigen.engine.model import GPT2, GPT2Config
