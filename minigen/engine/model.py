@@ -45,16 +45,20 @@ class Block:
     def linear(self, name, x):
         return linear(x, self.params[f"{name}.weight"], self.params[f"{name}.bias"])
 
-    def attention(self, x, cache, plan, attention_hook):
-        """Multi-head causal self-attention, with its QKV and output projections. [B, T, E] -> [B, T, E]"""
+    def attention(self, x, cache, plan, attention_hook, n_out):
+        """Multi-head causal self-attention, with its QKV and output projections. [B, T, E] -> [B, n_out, E]
+
+        n_out: the number of tokens, counted from the end, whose output is computed.
+        """
         B, T, E = x.shape
         qkv = self.linear("attn.c_attn", self.norm("ln_1", x))  # [B, T, E] -> [B, T, 3 * E]
         q, k, v = qkv.reshape(B, T, 3, self.H, self.D).transpose(2, 0, 3, 4, 1)  # [B, T, 3 * E] -> 3 x [B, H, D, T]
         keys, values = cache.store(self.layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
         if attention_hook is not None:
             attention_hook(self.layer, q, keys, self.scale, plan.mask)
-        heads = chunked_attention(q, keys, values, self.scale, plan.mask)  # [B, H, D, T] -> [B, T, H, D]
-        return self.linear("attn.c_proj", heads.reshape(B, T, E))  # [B, T, H, D] -> [B, T, E]
+        mask = plan.mask if plan.mask is None else plan.mask[:, :, -n_out:]
+        heads = chunked_attention(q[..., -n_out:], keys, values, self.scale, mask)  # [B, H, D, T] -> [B, n_out, H, D]
+        return self.linear("attn.c_proj", heads.reshape(B, n_out, E))  # [B, n_out, H, D] -> [B, n_out, E]
 
     def mlp(self, x):
         """Two linear layers with the activation in between. [B, T, E] -> [B, T, E]"""
@@ -136,10 +140,12 @@ class GPT2:
         # [B, T] -> [B, T, E]; -1 is the position of padding
         x = embed(ids, self.params["wte.weight"]) + self.params["wpe.weight"][np.maximum(positions, 0)]
         for block in self.blocks:
-            x += block.attention(x, cache, plan, attention_hook)
+            # For the logits at the last position, only that position needs the output of the last layer.
+            n_out = 1 if last_only and block is self.blocks[-1] else x.shape[1]
+            x = x[:, -n_out:] + block.attention(x, cache, plan, attention_hook, n_out)  # [B, T, E] -> [B, n_out, E]
             x += block.mlp(x)
         if last_only:
-            x = x[:, -1]  # [B, T, E] -> [B, E]: per position, the head costs as much as several layers
+            x = x[:, 0]  # [B, 1, E] -> [B, E]
         x = layer_norm(x, self.params["ln_f.weight"], self.params["ln_f.bias"], self.config.layer_norm_epsilon)
         return linear(x, self.head)  # [..., E] -> [..., V]
 

@@ -289,7 +289,7 @@ def test_a_prefix_cache_after_an_interrupted_shift(loaded, interrupt):
     cache, ids = PrefixCache(loaded[0]), [*range(60)]
     options = dict(max_tokens=20, seed=1, temperature=1.0, top_p=1.0, ignore_eos=True)
     (done,) = minigen.generate(*loaded, [ids], **options)
-    interrupt(2 + 1, lambda x: x.shape[1] > 1)  # the prompt in two layers, and the shifted context in one
+    interrupt(1 + 1, lambda x: x.shape[1] > 1)  # the first layer of the prompt, and that of the shifted context
     with pytest.raises(KeyboardInterrupt):
         minigen.generate(*loaded, [ids], cache=cache, context_shift=True, **options)
     (again,) = minigen.generate(*loaded, [ids], cache=cache, **options)
