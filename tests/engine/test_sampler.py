@@ -728,11 +728,10 @@ def test_uniforms_are_outputs_of_splitmix64(monkeypatch):
     # The outputs that the published implementation gives for seed 1234567.
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert splitmix64(1234567, 5) == known
-    states = {Noise(7, 1, 30, 2): int(np.random.SeedSequence((7, 1, 30, 2)).generate_state(1, np.uint64)[0])}
-    for noise, state in states.items():
-        expected = np.array(splitmix64(state, 1000)) / 2.0**64
-        np.testing.assert_allclose(noise.uniforms(range(1000)), expected, rtol=0, atol=2.0**-52)
-        np.testing.assert_array_equal(noise.uniforms([999, 3]), noise.uniforms(range(1000))[[999, 3]])
+    noise, (state,) = Noise(7, 1, 30, 2), np.random.SeedSequence((7, 1, 30, 2)).generate_state(1, np.uint64)
+    expected = np.array(splitmix64(int(state), 1000)) / 2.0**64
+    np.testing.assert_allclose(noise.uniforms(range(1000)), expected, rtol=0, atol=2.0**-52)
+    np.testing.assert_array_equal(noise.uniforms([999, 3]), noise.uniforms(range(1000))[[999, 3]])
     start_from(monkeypatch, 1234567)
     np.testing.assert_allclose(Noise(0, 0, 0).uniforms(range(5)), np.array(known) / 2.0**64, rtol=0, atol=2.0**-52)
 
@@ -773,15 +772,8 @@ def test_draws_of_neighbours_are_independent(field):
 SKEWED = [1.5, -0.25, 3.0, 0.75, 2.5, -2.0, 1.0, 0.0, 2.25, -INF, 1.75, 0.5]
 SEEN = ([2, 4, 2, 8, 4, 2], 3)  # ids, n_prompt
 MIXES = {
-    "repetition_penalty": dict(repetition_penalty=1.5),
-    "presence_penalty": dict(presence_penalty=1.0),
-    "frequency_penalty": dict(frequency_penalty=0.5),
-    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
-    "logit_bias": dict(logit_bias={0: 1.5, 2: -INF, 3: -0.5}),
     "temperature": dict(temperature=1.7),
-    "top_k": dict(top_k=5),
-    "top_p": dict(top_p=0.77),
-    "min_p": dict(min_p=0.12),
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
     "typical_p": dict(typical_p=0.6),
     "usual": dict(temperature=0.7, top_k=8, top_p=0.93),
     "penalties": dict(temperature=1.3, repetition_penalty=1.2, frequency_penalty=0.4, min_p=0.06),
@@ -794,15 +786,15 @@ MIXES = {
 
 @pytest.fixture(scope="module")
 def exponentials():
-    """The noise of 200,000 races, [races, V]: of 20,000 positions, 10 at each, of which the first is the position's."""
+    """The noise of 100,000 races, [races, V]: of 10,000 positions, 10 at each, of which the first is the position's."""
     tokens = np.arange(10 * len(SKEWED))
-    noise = [Noise(11, 0, position).exponentials(tokens) for position in range(20_000)]
+    noise = [Noise(11, 0, position).exponentials(tokens) for position in range(10_000)]
     return np.reshape(noise, (-1, len(SKEWED)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXES)
-def test_frequencies_of_200_000_draws(exponentials, name):
+def test_frequencies_of_100_000_draws(exponentials, name):
     ids, n_prompt = SEEN
     p = run(SKEWED, ids, n_prompt, **MIXES[name])
     exact = np.array(ref_softmax(ref_logits(SKEWED, ids, n_prompt, MIXES[name])))
