@@ -238,6 +238,15 @@ def test_processors_see_each_beams_ids_and_its_log_probabilities():
     assert len(set(map(tuple, seen))) == 10
 
 
+def test_fewer_texts_than_beams():
+    # V = 3, L = 2: one text of one token and six of two.
+    table = random_table(3, 0)
+    found = generate(table_model(table, 3, (2,)), LETTERS, [[0]], num_beams=9, num_return_sequences=9, max_tokens=2)
+    expected, _ = enumerate_all(logs(table), ends_with((2,)), 2, 1.0, False, 9)
+    assert (len(expected), len(found)) == (7, 9)
+    check_ranking(found, expected, 1e-5)
+
+
 # ---- CHAIN: a small model whose searches can be followed by hand -------------------------------------------------
 
 A, B, E = range(3)
