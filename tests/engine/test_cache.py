@@ -248,8 +248,8 @@ def cases(machine, examples, steps):
     return machine.TestCase
 
 
-TestKeysAndValues = cases(KeysAndValues, 50, 25)
-TestLogits = cases(Logits, 20, 20)
+TestKeysAndValues = cases(KeysAndValues, 70, 25)
+TestLogits = cases(Logits, 15, 20)
 
 
 # ---- the ring ----------------------------------------------------------------------------------------------------
