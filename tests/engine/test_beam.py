@@ -142,7 +142,7 @@ SPACES = [
 @pytest.mark.parametrize("V, eos_ids, budget", SPACES)
 def test_with_enough_beams_the_list_is_the_true_ranking(V, eos_ids, budget):
     n = enough_beams(V, len(eos_ids), budget)
-    for seed, penalty, rule in product(range(3), PENALTIES, RULES):
+    for seed, penalty, rule in product(range(2), PENALTIES, RULES):
         table = random_table(V, seed)
         expected, steps = enumerate_all(logs(table), ends_with(eos_ids), budget, penalty, rule, n)
         model = table_model(table, V, eos_ids)
@@ -271,29 +271,14 @@ def search_chain(table=chain, prompt=(A,), **options):
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 500])
-def test_chain_without_length_penalty(n_prompt):
-    """B02: a length penalty of 0 is neutral."""
-    (first, first_score), (second, second_score) = search_chain(
-        prompt=[A, B, A, A, B] * (n_prompt // 5) or [B] * n_prompt, length_penalty=0.0, early_stopping="never"
-    )
-    assert (first, second) == ("E", "AAAAE")
-    assert (first_score, second_score) == pytest.approx((-1.0498, -1.1246), abs=1e-4)
-
-
-@pytest.mark.parametrize("n_prompt", [1, 3, 500])
-def test_chain_with_length_penalty(n_prompt):
-    """B02: a larger one favours longer texts."""
-    (first, first_score), (second, _) = search_chain(prompt=[B] * n_prompt, length_penalty=1.0, early_stopping="never")
-    assert first == "AAAAE" != second
-    assert first_score == pytest.approx(-0.2249, abs=1e-4)
-
-
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
-def test_chain_finds_the_best_of_all_texts(penalty):
-    """B02: against all texts."""
-    (score, _, ids), *_ = enumerate_all(logs(chain), ends_with((E,)), 6, penalty, "never", 2)[0]
-    best = search_chain(length_penalty=penalty, early_stopping="never")[0]
-    assert best == (CHAIN_LETTERS.decode(ids), pytest.approx(score, abs=1e-6))
+@pytest.mark.parametrize(
+    "penalty, texts, scores", [(0.0, ["E", "AAAAE"], [-1.0498, -1.1246]), (1.0, ["AAAAE", "BAAAE"], [-0.2249, -0.6433])]
+)
+def test_chain_with_and_without_length_penalty(n_prompt, penalty, texts, scores):
+    """B02: a length penalty of 0 is neutral, a larger one favours longer texts, whatever the prompt's length."""
+    found = search_chain(prompt=[B, A] * (n_prompt // 2) + [B], length_penalty=penalty, early_stopping="never")
+    assert [text for text, _ in found] == texts
+    assert [score for _, score in found] == pytest.approx(scores, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -403,25 +388,6 @@ def test_the_golden_cases_cover_the_options():
 # ---- scores, and the cache behind them ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_scores_are_those_of_the_reference(penalty, window):
-    """B05: keys of another beam."""
-    for seed in range(4):
-        t = tiny_model(seed, n_layer=3, n_positions=24)
-        prompt = np.random.default_rng(seed).integers(97, size=3 + 2 * seed).tolist()
-        options = {"num_beams": 5, "num_return_sequences": 5, "length_penalty": penalty, "window": window}
-        found = generate(t.model, LETTERS, [prompt], max_tokens=10, **options)
-        assert len(found) == 5
-        for completion in found:
-            ids = completion.token_ids
-            assert completion.sum_logprob == pytest.approx(reference_sum(t, prompt, ids, window), abs=5e-5)
-            assert completion.score == pytest.approx(completion.sum_logprob / len(ids) ** penalty, rel=1e-12)
-        scores = [completion.score for completion in found]
-        assert scores == sorted(scores, reverse=True)
-
-
 class Parents(Hooks):
     """Notes for each step of a search the rows of the step before from which its rows come."""
 
@@ -441,31 +407,33 @@ def generate_and_watch(model, prompt, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_beams", [2, 4, 7])
-def test_with_and_without_cache_the_same_texts(num_beams):
-    """B05: a cache that is not reordered with its beams."""
+def test_scores_are_those_of_the_reference(num_beams):
+    """B05: a cache that is not reordered with its beams, in whatever way they change places."""
     patterns = set()
-    for seed in range(8):
-        model = tiny_model(seed, n_layer=3, n_positions=20).model
-        prompt = np.random.default_rng(seed).integers(97, size=1 + seed).tolist()
-        options = {"num_beams": num_beams, "max_tokens": 10}
-        cached, parents = generate_and_watch(model, prompt, **options)
+    for seed, window in product(range(4), (None, 4)):
+        t = tiny_model(seed, n_layer=3, n_positions=24)
+        prompt = np.random.default_rng(seed).integers(97, size=1 + 3 * seed).tolist()
+        penalty = PENALTIES[seed]
+        options = {"num_beams": num_beams, "length_penalty": penalty, "window": window, "max_tokens": 10}
+        found, parents = generate_and_watch(t.model, prompt, **options)
         patterns |= set(map(tuple, parents[1:]))
-        naive, _ = generate_and_watch(model, prompt, use_cache=False, **options)
-        assert [one.token_ids for one in cached] == [other.token_ids for other in naive]
-        assert [one.score for one in cached] == pytest.approx([other.score for other in naive], abs=1e-5)
-    # These searches do reorder, and in more than one way.
+        for completion in found:
+            ids = completion.token_ids
+            assert completion.sum_logprob == pytest.approx(reference_sum(t, prompt, ids, window), abs=5e-5)
+            assert completion.score == pytest.approx(completion.sum_logprob / len(ids) ** penalty, rel=1e-12)
+        scores = [completion.score for completion in found]
+        assert scores == sorted(scores, reverse=True)
     assert len(patterns) >= (2 if num_beams == 2 else 8), patterns
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_window_whose_ring_wraps_during_the_search(use_cache):
+def test_a_window_whose_ring_wraps_during_the_search():
     # A window of 5 has a ring of 5 + 63 slots: the prompt fills it up to 4, the search goes round, and what was the
     # prompt's becomes the beams'.
     for seed, n_prompt in ((0, 64), (1, 66), (2, 68), (3, 30), (4, 85)):
         t = tiny_model(seed, n_layer=3, n_positions=100)
         prompt = np.random.default_rng(seed).integers(97, size=n_prompt).tolist()
-        options = {"num_beams": 4, "max_tokens": 14, "window": 5, "use_cache": use_cache, "early_stopping": "never"}
+        options = {"num_beams": 4, "max_tokens": 14, "window": 5, "early_stopping": "never"}
         found, parents = generate_and_watch(t.model, prompt, **options)
         for completion in found:
             total = reference_sum(t, prompt, completion.token_ids, 5)
@@ -499,79 +467,26 @@ def test_beams_that_go_on_stay_in_their_rows():
     assert n_moved > 50
 
 
-def test_a_window_finds_what_the_same_mask_finds():
-    # The texts, too, are those of the search over the reference with that mask, looked up step by step.
-    for seed in range(3):
-        config, params, model = tiny_model(seed, n_layer=2, n_positions=32)
-        prompt = np.random.default_rng(seed).integers(97, size=9).tolist()
-        logprobs = reference_table(config, params, prompt, 4)
-        looked_up = table_model(lambda ids, logprobs=logprobs: np.exp(logprobs(ids)), 97, (96,), n_prompt=9)
-        options = {"num_beams": 4, "num_return_sequences": 4, "max_tokens": 8}
-        windowed = generate(model, LETTERS, [prompt], window=4, **options)
-        expected = generate(looked_up, LETTERS, [prompt], **options)
-        assert [one.token_ids for one in windowed] == [other.token_ids for other in expected]
-        full = generate(model, LETTERS, [prompt], **options)
-        assert [one.token_ids for one in windowed] != [other.token_ids for other in full]
-
-
 # ---- texts, ends and limits --------------------------------------------------------------------------------------
 
 
-def test_results_differ_and_end_once():
-    """B04: texts twice, or going on after their end."""
-    n_ended = 0
-    for seed, n_eos in product(range(10), (1, 3)):
-        eos_ids = [96, 3, 50][:n_eos]
-        _, _, model = tiny_model(seed, eos_token_id=eos_ids)
-        options = {"num_beams": 4, "num_return_sequences": 4, "max_tokens": 9, "logit_bias": {96: 4.0, 3: 2.0}}
-        found = generate(model, LETTERS, [[seed, 2, 5]], **options)
-        texts = [tuple(completion.token_ids) for completion in found]
-        assert len(set(texts)) == 4
-        for completion in found:
-            *inner, last = completion.token_ids
-            assert not set(inner) & set(eos_ids)
-            assert completion.finish_reason == ("eos" if last in eos_ids else "length")
-            assert completion.finish_reason == "eos" or len(completion.token_ids) == 9
-            assert completion.text == LETTERS.decode(inner if last in eos_ids else completion.token_ids)
-            assert completion.stop_sequence is None
-            n_ended += completion.finish_reason == "eos"
-    assert 20 < n_ended < 75, "some end and some do not"
-
-
-def test_the_prompts_length_does_not_enter():
-    """B01: the same texts after a longer prompt."""
-    table = random_table(7, 4)
-    for penalty, rule in product(PENALTIES, RULES):
-        results = []
-        for n_prompt in (1, 2, 40):
-            model = table_model(table, 7, (0, 5), n_prompt=n_prompt)
-            options = {"num_beams": 3, "num_return_sequences": 3, "max_tokens": 9}
-            found = generate(model, LETTERS, [[6] * n_prompt], length_penalty=penalty, early_stopping=rule, **options)
-            results.append([(c.token_ids, c.sum_logprob, c.score, c.finish_reason) for c in found] + model.passes[1:])
-        assert results[0] == results[1] == results[2]
-
-
 def test_fewer_results_than_beams_are_the_first_of_all():
-    for seed in range(4):
-        _, _, model = tiny_model(seed)
-        options = {"num_beams": 5, "max_tokens": 8}
-        everything = generate(model, LETTERS, [[1, 2]], num_return_sequences=5, **options)
-        for n in range(1, 5):
-            some = generate(model, LETTERS, [[1, 2]], num_return_sequences=n, **options)
-            assert [(c.token_ids, c.score) for c in some] == [(c.token_ids, c.score) for c in everything[:n]]
-        assert len(generate(model, LETTERS, [[1, 2]], **options)) == 1
+    model, options = tiny_model(0).model, {"num_beams": 5, "max_tokens": 8}
+    everything = generate(model, LETTERS, [[1, 2]], num_return_sequences=5, **options)
+    for n in range(1, 5):
+        some = generate(model, LETTERS, [[1, 2]], num_return_sequences=n, **options)
+        assert [(c.token_ids, c.score) for c in some] == [(c.token_ids, c.score) for c in everything[:n]]
+    assert len(generate(model, LETTERS, [[1, 2]], **options)) == 1
 
 
 def test_several_prompts_give_what_each_gives_alone():
-    for seed in range(3):
-        _, _, model = tiny_model(seed)
-        prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
-        options = {"num_beams": 3, "num_return_sequences": 2, "max_tokens": 6}
-        together = generate(model, LETTERS, prompts, **options)
-        alone = [completion for prompt in prompts for completion in generate(model, LETTERS, [prompt], **options)]
-        assert [(c.token_ids, c.score) for c in together] == [(c.token_ids, c.score) for c in alone]
-        assert [c.prompt_index for c in together] == [0, 0, 1, 1, 2, 2]
-        assert [c.timings.prompt_tokens for c in together] == [5, 5, 1, 1, 3, 3]
+    model, prompts = tiny_model(0).model, [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+    options = {"num_beams": 3, "num_return_sequences": 2, "max_tokens": 6}
+    together = generate(model, LETTERS, prompts, **options)
+    alone = [completion for prompt in prompts for completion in generate(model, LETTERS, [prompt], **options)]
+    assert [(c.token_ids, c.score) for c in together] == [(c.token_ids, c.score) for c in alone]
+    assert [c.prompt_index for c in together] == [0, 0, 1, 1, 2, 2]
+    assert [c.timings.prompt_tokens for c in together] == [5, 5, 1, 1, 3, 3]
 
 
 def test_several_end_of_text_ids_leave_enough_beams_to_go_on_with():
@@ -585,26 +500,20 @@ def test_several_end_of_text_ids_leave_enough_beams_to_go_on_with():
     assert len(found) == 3
 
 
-def test_max_tokens_0():
-    """S12: no new tokens with beams."""
-    model = table_model(random_table(5, 0), 5, (4,))
-    found = generate(model, LETTERS, [[0]], num_beams=3, num_return_sequences=2, max_tokens=0)
-    assert [(c.text, c.token_ids, c.finish_reason, c.score) for c in found] == [("", [], "length", None)] * 2
+def test_max_tokens_0_and_1():
+    """S12: no new tokens with beams, and one."""
+    model = table_model(random_table(8, 0), 8, (2, 4))
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    found = generate(model, LETTERS, [[0]], max_tokens=0, **options)
+    assert [(c.text, c.token_ids, c.finish_reason, c.score) for c in found] == [("", [], "length", None)] * 3
     assert model.passes == []
-
-
-def test_max_tokens_1():
-    """S12: one new token with beams."""
-    for seed, penalty, rule in product(range(3), PENALTIES, RULES):
-        p = random_table(8, seed)(())
-        best = np.argsort(-p)[:3].tolist()
-        model = table_model(random_table(8, seed), 8, (2, 4))
-        options = {"length_penalty": penalty, "early_stopping": rule, "max_tokens": 1}
-        found = generate(model, LETTERS, [[0]], num_beams=3, num_return_sequences=3, **options)
-        assert [c.token_ids for c in found] == [[token] for token in best]
-        assert [c.score for c in found] == pytest.approx(np.log(p[best]).tolist(), abs=1e-5)
-        assert [c.finish_reason for c in found] == ["eos" if token in (2, 4) else "length" for token in best]
-        assert len(model.passes) == 1
+    p = random_table(8, 0)(())
+    best = np.argsort(-p)[:3].tolist()
+    found = generate(model, LETTERS, [[0]], max_tokens=1, **options)
+    assert [c.token_ids for c in found] == [[token] for token in best]
+    assert [c.score for c in found] == pytest.approx(np.log(p[best]).tolist(), abs=1e-5)
+    assert [c.finish_reason for c in found] == ["eos" if token in (2, 4) else "length" for token in best]
+    assert len(model.passes) == 1
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -612,7 +521,7 @@ def test_max_tokens_1():
 def test_the_context_ends_a_search(n_prompt, rule):
     # 16 positions leave room for 16 - n_prompt tokens and one more, which is never fed.
     V, eos_ids, budget = 3, (0, 2), 17 - n_prompt
-    for seed in range(4):
+    for seed in range(2):
         config, params, model = tiny_model(seed, vocab_size=V, eos_token_id=list(eos_ids))
         prompt = np.random.default_rng(seed).integers(V, size=n_prompt).tolist()
         logprobs = reference_table(config, params, prompt)
@@ -649,12 +558,11 @@ def ends_at(stops, eos_ids, letters):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("penalty, rule", [(0.0, False), (1.0, True), (2.0, "never")])
 @pytest.mark.parametrize("stops", [("cd",), ("bc",), ("bx", "dab"), ("b", "xx"), ("abcdx",), ("zz",)])
-def test_a_stop_string_ends_a_text(stops, penalty, rule):
+def test_a_stop_string_ends_a_text(stops):
     V, budget = 4, 4
     n = V * 3 ** (budget - 2)
-    for seed in range(3):
+    for seed, penalty, rule in ((0, 0.0, False), (1, 1.0, True), (2, 2.0, "never")):
         table = random_table(V, seed)
         expected, _ = enumerate_all(logs(table), ends_at(stops, (3,), SYLLABLES), budget, penalty, rule, n)
         model = table_model(table, V, (3,))

@@ -32,7 +32,7 @@ from minigen.engine.sampler import (
     top_ids,
 )
 from minigen.options import SamplingConfig
-from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, columns, make_case, moments
+from tests.golden.sampler_cases import COLUMNS, OPTIONS, VOCABULARIES, WARPERS, best_ids, columns, make_case, moments
 from tests.oracles.chi_square import assert_frequencies
 from tests.oracles.splitmix64 import FACTORS, MASK, SHIFTS, splitmix64
 
@@ -52,7 +52,7 @@ NAN = math.nan
 OFF = dict(temperature=1.0, top_p=1.0)  # the other options' defaults are "off"
 EMPTY = History([], 0)
 
-fixed = settings(deadline=None, derandomize=True, database=None, max_examples=60)  # the same examples in every run
+fixed = settings(deadline=None, derandomize=True, database=None, max_examples=40)  # the same examples in every run
 
 
 def read_only(values):
@@ -192,15 +192,16 @@ def golden():
         only = None if option < 0 else OPTIONS[option]
         case = make_case(vocab, seed, only)
         case.logits.setflags(write=False)
-        order = np.argsort(-case.logits, kind="stable")
         n_bytes = (vocab + 7) // 8
+        ranks = np.flatnonzero(np.unpackbits(data["bits"][at_bits : at_bits + n_bytes], count=vocab))
+        order = best_ids(case.logits, ranks[-1] + 1)[ranks]  # the kept ids, best first
         kept = np.zeros(vocab, dtype=bool)
-        kept[order] = np.unpackbits(data["bits"][at_bits : at_bits + n_bytes], count=vocab)
+        kept[order] = True
         at_bits += n_bytes
-        n = int(kept.sum())
+        n = len(ranks)
         if n <= COLUMNS:
             p = np.zeros(vocab)
-            p[order[kept[order]]] = data["few"][at_few : at_few + n]
+            p[order] = data["few"][at_few : at_few + n]
             at_few += n
             stored = (p,)
         else:
@@ -305,7 +306,7 @@ def test_single_filters_keep_what_transformers_keeps(option):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each filter against its definition. Quarter steps make ties common and every sum with a penalty exact.
+# Filters against their definitions, each alone and all together. Quarter steps make ties common and sums exact.
 
 quarters = st.integers(-24, 24).map(lambda n: n / 4)
 banned_or_quarters = st.one_of(quarters, quarters, quarters, st.just(-INF))
@@ -320,15 +321,33 @@ rows = (
     .filter(lambda x: np.any(x > -INF))
 )
 fractions = st.one_of(st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9]), st.floats(0.001, 0.999))
+VALUES = {
+    "repetition_penalty": st.sampled_from([0.5, 0.75, 1.1, 1.5, 2.0, 4.0]),
+    "presence_penalty": st.sampled_from([-1.5, -0.5, 0.25, 1.0, 2.0]),
+    "frequency_penalty": st.sampled_from([-0.5, -0.25, 0.5, 1.0]),
+    "no_repeat_ngram_size": st.integers(1, 4),
+    "logit_bias": st.dictionaries(st.integers(0, 11), st.one_of(quarters, st.just(-INF)), max_size=4),
+    "temperature": st.sampled_from([0.01, 0.5, 0.7, 2.0, 50.0]),
+    "top_k": st.integers(1, 14),
+    "top_p": fractions,
+    "min_p": st.one_of(fractions, st.just(1.0)),
+    "typical_p": fractions,
+}
 
 
-def histories(vocab):
-    few = st.integers(0, max(0, vocab - 1)).map(lambda i: min(i, vocab - 1))
-    return st.lists(st.one_of(few, few.map(lambda i: i % min(3, vocab))), max_size=12)
+@st.composite
+def situations(draw_from, options):
+    """(logits, ids, n_prompt, options)"""
+    x = draw_from(rows)
+    options = draw_from(options)
+    if "logit_bias" in options:
+        options = options | {"logit_bias": {i: v for i, v in options["logit_bias"].items() if i < len(x)}}
+    ids = draw_from(st.lists(st.integers(0, draw_from(st.sampled_from([len(x), min(3, len(x))])) - 1), max_size=12))
+    return x, ids, draw_from(st.integers(0, len(ids))), options
 
 
 def clear_nucleus(x, mass, by_distance):
-    """False where the outcome hangs on rounding: a cumulated mass at the border, or two nearly equal tokens at it."""
+    """False if the outcome hangs on rounding: a cumulated mass at the border, or two nearly equal tokens at it."""
     p = ref_softmax(x)
     key = ref_distance(x) if by_distance else [-v for v in x]
     order = sorted(range(len(x)), key=lambda i: (key[i], i))
@@ -344,83 +363,48 @@ def clear_nucleus(x, mass, by_distance):
     return x[last] == x[first] or abs(key[last] - key[first]) > 1e-5
 
 
+def clear_chain(x, ids, n_prompt, options):
+    """`ref_logits`, but gives the example up if the outcome hangs on rounding or nothing is left."""
+    chain = ref_process(x, ids, n_prompt, options)
+    assume(np.any(chain > -INF))
+    for name in WARPERS:
+        if name in options:
+            if name in ("top_p", "typical_p"):
+                assume(clear_nucleus(chain, options[name], by_distance=name == "typical_p"))
+            elif name == "min_p":
+                best = max(chain)
+                assume(all(v == best or abs(v - best - math.log(options[name])) > 1e-5 for v in chain))
+            chain = REF_WARPERS[name](chain, options[name])
+    return chain
+
+
+@pytest.mark.parametrize("name", VALUES)
+@fixed
+@given(data=st.data())
+def test_each_filter_is_its_definition(name, data):
+    situation = x, ids, n_prompt, options = data.draw(situations(st.fixed_dictionaries({name: VALUES[name]})))
+    expected = clear_chain(*situation)
+    after = FILTERS[name](x, ids, n_prompt, options[name])
+    if name == "temperature":  # only differences count: the filter may shift the row
+        after, expected = after - after.max(), expected - expected.max()
+    np.testing.assert_allclose(after, expected, rtol=2e-6, atol=4e-6 / min(options.get("temperature", 1), 1))
+
+
 @pytest.mark.slow
-@fixed
-@given(st.data())
-def test_repetition_penalty_is_its_definition(data):
-    x = data.draw(rows)
-    ids = data.draw(histories(len(x)))
-    penalty = data.draw(st.sampled_from([0.5, 0.75, 1.0, 1.1, 1.5, 2.0, 4.0]))
-    expected = ref_repetition(x.astype(np.float64), ids, penalty)
-    np.testing.assert_allclose(apply_repetition_penalty(x, ids, penalty), expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-@fixed
-@given(st.data())
-def test_presence_and_frequency_are_their_definition(data):
-    x = data.draw(rows)
-    output = data.draw(histories(len(x)))
-    presence = data.draw(st.sampled_from([-1.5, 0.0, 0.25, 2.0]))
-    frequency = data.draw(st.sampled_from([-0.5, 0.0, 1.0]))
-    expected = ref_presence_frequency(x.astype(np.float64), output, presence, frequency)
-    np.testing.assert_allclose(apply_presence_frequency(x, output, presence, frequency), expected, rtol=1e-6, atol=1e-6)
-
-
-@fixed
-@given(st.data())
-def test_ngram_ban_is_its_definition(data):
-    x = data.draw(rows)
-    ids = data.draw(histories(min(len(x), 3)))
-    size = data.draw(st.integers(1, 6))
-    assert np.array_equal(ban_repeated_ngrams(x, ids, size), ref_ngrams(x, ids, size))
-
-
-@fixed
-@given(st.data())
-def test_logit_bias_is_its_definition(data):
-    x = data.draw(rows)
-    bias = data.draw(st.dictionaries(st.integers(0, len(x) - 1), st.one_of(quarters, st.just(-INF)), max_size=4))
-    np.testing.assert_allclose(apply_logit_bias(x, bias), ref_bias(x.astype(np.float64), bias), rtol=1e-6, atol=1e-6)
-
-
-@fixed
-@given(rows, st.sampled_from([0.01, 0.3, 0.7, 1.0, 1.5, 50.0]))
-def test_temperature_is_its_definition(x, temperature):
-    # Only differences count, so compare those: the filter may shift the row.
-    after, x = apply_temperature(x, temperature).astype(np.float64), x.astype(np.float64)
-    expected = (x - x.max()) / temperature
-    assert np.array_equal(after > -INF, x > -INF)
-    np.testing.assert_allclose(after - after.max(), expected, rtol=2e-6, atol=4e-6 / min(temperature, 1))
-
-
-@fixed
-@given(rows, st.integers(1, 14))
-def test_top_k_is_its_definition(x, k):
-    assert np.array_equal(keep_top_k(x, k), ref_top_k(x, k))
-
-
-@fixed
-@given(rows, fractions)
-def test_top_p_is_its_definition(x, mass):
-    assume(clear_nucleus(x.astype(np.float64), mass, by_distance=False))
-    assert np.array_equal(keep_top_p(x, mass), ref_top_p(x.astype(np.float64), mass))
-
-
-@fixed
-@given(rows, st.one_of(fractions, st.just(1.0)))
-def test_min_p_is_its_definition(x, fraction):
-    wide = x.astype(np.float64)
-    border = max(wide) + math.log(fraction)
-    assume(fraction == 1.0 or all(abs(v - border) > 1e-5 for v in wide))
-    assert np.array_equal(keep_min_p(x, fraction), ref_min_p(wide, fraction))
-
-
-@fixed
-@given(rows, fractions)
-def test_typical_p_is_its_definition(x, mass):
-    assume(clear_nucleus(x.astype(np.float64), mass, by_distance=True))
-    assert np.array_equal(keep_typical_p(x, mass), ref_typical_p(x.astype(np.float64), mass))
+@settings(fixed, max_examples=200)
+@given(situations(st.fixed_dictionaries({}, optional=VALUES)))
+def test_any_combination_is_the_chain_of_definitions(situation):
+    """In the documented order, as a distribution, and without a trace in the arguments."""
+    chain = clear_chain(*situation)
+    x, ids, n_prompt, options = situation
+    before = x.tobytes(), list(ids), dict(options.get("logit_bias", {}))
+    p = run(x, ids, n_prompt, **options)
+    assert p.dtype == np.float64 and abs(p.sum() - 1) < 1e-12
+    assert np.flatnonzero(p).tolist() == kept_ids(chain)
+    np.testing.assert_allclose(p, ref_softmax(chain), rtol=0, atol=2e-6)
+    greedy = run(x, ids, n_prompt, **options | {"temperature": 0.0})
+    assert greedy.tolist() == one_hot(np.argmax(ref_process(x, ids, n_prompt, options)), len(x)).tolist()
+    assert before == (x.tobytes(), ids, options.get("logit_bias", {}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -446,12 +430,6 @@ def test_tiny_temperatures_are_greedy(temperature):
     assert run([3.0, 5.0, 5.0], temperature=temperature).tolist() == [0.0, 0.5, 0.5]
 
 
-def test_temperature_scales_before_the_softmax():
-    np.testing.assert_allclose(run([3.0, 2.0, 1.0, 0.5]), [0.63080, 0.23206, 0.08537, 0.05178], atol=5e-6)
-    np.testing.assert_allclose(run([3.0, 2.0, 1.0], temperature=0.5), [0.8668, 0.1173, 0.0159], atol=5e-5)
-    np.testing.assert_allclose(run([0.0, 1.0], temperature=1e6), [0.5, 0.5], atol=1e-6)
-
-
 @pytest.mark.parametrize("top_p, n", [(0.49, 1), (0.51, 2), (0.6, 2), (0.79, 2), (0.81, 3), (0.9, 3), (0.96, 4)])
 def test_the_token_that_crosses_top_p_is_kept(top_p, n):
     """S03: the token that crosses top_p dropped."""
@@ -470,17 +448,6 @@ def test_top_p_at_exact_borders():
         assert kept_ids(keep_top_p(row(-INF, 2, 2, -INF, 2, 2), top_p)) == [1, 2, 4, 5][:n]
 
 
-@pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
-def test_top_p_adds_up_many_small_weights(p):
-    # One token of weight 1 and 50,000 of about a third: in float32 their running sum would drift.
-    small = np.float32(-1.1)
-    weight = float(np.exp(small))
-    total = 1 + 50_000 * weight
-    n = 1 + math.ceil((p * total - 1) / weight)  # the first n - 1 have less than p, n tokens at least p
-    found = np.count_nonzero(keep_top_p(row(0, *[small] * 50_000), p) > -INF)
-    assert abs(found - n) <= 1  # the weight may be rounded otherwise
-
-
 @pytest.mark.parametrize("spread", [1, 3, 8, 15])
 @pytest.mark.parametrize("p", [0.999, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12, math.nextafter(1, 0)])
 def test_top_p_near_1_is_met_to_float32_precision(spread, p):
@@ -494,14 +461,6 @@ def test_top_p_near_1_is_met_to_float32_precision(spread, p):
     assert logits[~kept].max(initial=-INF) <= logits[kept].min()
 
 
-def test_top_p_keeps_one_where_the_first_already_crosses():
-    assert kept_ids(keep_top_p(row(0, 50, 0), 1e-6)) == [1]
-    assert kept_ids(keep_top_p(row(0, 50, 0), 0.999)) == [1]
-    assert kept_ids(keep_top_p(row(-7), 0.01)) == [0]
-    # 1.0 is off, even for tokens whose mass vanishes beside the first.
-    assert kept_ids(keep_top_p(row(0, 50, -50, -INF), 1.0)) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("k, kept", [(0, 5), (1, 1), (2, 2), (4, 4), (5, 5), (6, 5), (100_000, 5)])
 def test_top_k_in_and_out_of_range(k, kept):
     """S04: top_k beyond the vocabulary."""
@@ -511,26 +470,6 @@ def test_top_k_in_and_out_of_range(k, kept):
     assert np.flatnonzero(run(logits, top_k=k)).tolist() == sorted(best[:kept])
 
 
-def test_top_k_breaks_ties_by_lowest_id():
-    assert kept_ids(keep_top_k(row(1, 2, 2, 2, 0), 1)) == [1]
-    assert kept_ids(keep_top_k(row(1, 2, 2, 2, 0), 2)) == [1, 2]
-    assert kept_ids(keep_top_k(row(1, 1, 3, 1, 1), 3)) == [0, 1, 2]
-    assert kept_ids(keep_top_k(row(1, 1, 1, 3, -INF), 2)) == [0, 3]
-    assert kept_ids(keep_top_k(row(-INF, 1, -INF, 0), 3)) == [1, 3]
-    many = np.zeros(5000, dtype=np.float32)
-    assert kept_ids(keep_top_k(many, 40)) == list(range(40))
-    many[[4999, 17]] = 1
-    assert kept_ids(keep_top_k(many, 40)) == [*range(39), 4999]
-
-
-def test_top_p_breaks_ties_by_lowest_id():
-    many = np.zeros(4096, dtype=np.float32)
-    assert kept_ids(keep_top_p(many, 0.5)) == list(range(2048))
-    # softmax([0, ln 2, 0, 0]) = 0.2, 0.4, 0.2, 0.2: 0.5 is crossed by the first of the three equal ones.
-    assert kept_ids(keep_top_p(row(0, math.log(2), 0, 0), 0.5)) == [0, 1]
-    assert kept_ids(keep_top_p(row(0, 0, 0, math.log(2)), 0.7)) == [0, 1, 3]
-
-
 def test_repetition_penalty_on_either_sign():
     """S06: a penalty that raises negative logits."""
     after = apply_repetition_penalty(row(2, -2, 0), [0, 1, 2], 1.5)
@@ -538,27 +477,6 @@ def test_repetition_penalty_on_either_sign():
     assert apply_repetition_penalty(row(2, -2, -INF, 4), [2, 3], 2.0).tolist() == [2, -2, -INF, 2]
     # Below 1 it rewards, again on either side of zero.
     assert apply_repetition_penalty(row(2, -2), [0, 1], 0.5).tolist() == [4, -1]
-
-
-def test_repetition_penalty_counts_a_token_once():
-    once, often = (apply_repetition_penalty(row(2, -2, 3), ids, 2.0) for ids in ([0, 1], [0, 0, 1, 0, 1, 1, 0]))
-    assert once.tolist() == often.tolist() == [1, -4, 3]
-
-
-def test_penalty_of_one_and_empty_history_are_no_operations():
-    """S06: a penalty of 1 that changes bits."""
-    x = row(2, -2, 0, -INF, 1e-38, 3e38)
-    for ids in ([], [0, 1, 2, 3, 4, 5]):
-        assert apply_repetition_penalty(x, ids, 1.0).tobytes() == x.tobytes()
-    assert apply_repetition_penalty(x, [], 1.7).tobytes() == x.tobytes()
-
-
-def test_presence_and_frequency_by_hand():
-    x = row(1, 2, 3, -INF)
-    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.5, 0.0).tolist() == [1, 1.5, 2.5, -INF]
-    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.0, 0.5).tolist() == [1, 1.5, 2, -INF]
-    assert apply_presence_frequency(x, [1, 2, 2, 3], 0.25, 0.5).tolist() == [1, 1.25, 1.75, -INF]
-    assert apply_presence_frequency(x, [0, 0, 0], -1.0, -0.5).tolist() == [3.5, 2, 3, -INF]
 
 
 def test_which_part_of_the_history_each_penalty_sees():
@@ -571,69 +489,10 @@ def test_which_part_of_the_history_each_penalty_sees():
     assert treat(x, [0, 0, 1, 0], 2, no_repeat_ngram_size=2) == [-INF, -INF, 2]  # 0 0 lies in the prompt
 
 
-@pytest.mark.parametrize(
-    "ids, size, banned",
-    [
-        ([], 1, []),
-        ([2], 1, [2]),
-        ([2, 0, 2], 1, [0, 2]),
-        ([], 2, []),
-        ([1], 2, []),
-        ([1, 1], 2, [1]),
-        ([1, 2], 2, []),
-        ([1, 2, 3, 1], 2, [2]),
-        ([1, 2, 1, 3, 1], 2, [2, 3]),
-        ([1, 2, 3, 1, 2], 3, [3]),
-        ([1, 2, 3, 4, 2], 3, []),
-        ([1, 1, 1], 3, [1]),
-        ([1, 1], 3, []),
-        ([1, 2, 3], 4, []),
-        ([1, 2, 3], 100, []),
-        ([0, 1, 2, 3, 0, 1, 2], 4, [3]),
-    ],
-)
-def test_ngram_ban_by_hand(ids, size, banned):
-    after = ban_repeated_ngrams(row(5, 4, 3, 2, 1), ids, size)
-    assert after.tolist() == [-INF if i in banned else 5 - i for i in range(5)]
-
-
 def test_temperature_comes_before_top_p():
     """S08: truncation before temperature."""
     p = run([3.0, 2.0, 1.0], temperature=0.5, top_p=0.8)  # top_p first would keep two
     assert p.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_order_of_the_penalties():
-    # Repetition, then presence and frequency, then bias: 4 / 2 + 1 and not (4 + 1) / 2.
-    assert treat([4.0, 0.0], [0], 1, repetition_penalty=2.0, logit_bias={0: 1.0}) == [3, 0]
-    assert treat([4.0, 0.0], [0], 0, repetition_penalty=2.0, presence_penalty=1.0) == [1, 0]
-    assert treat([4.0, 0.0], [0, 0], 0, repetition_penalty=2.0, frequency_penalty=0.5) == [1, 0]
-    # A bias does not lift a ban.
-    assert treat([4.0, 0.0], [0], 0, no_repeat_ngram_size=1, logit_bias={0: 9.0}) == [-INF, 0]
-
-
-@pytest.mark.parametrize(
-    "options, kept",
-    [
-        # p = 0.4, 0.3, 0.2, 0.1. top_k leaves 4/7, 3/7: the first alone reaches 0.5; on the whole row it takes two.
-        (dict(top_k=2, top_p=0.5), [0]),
-        # top_p needs three, and min_p takes none of them; min_p first would leave 4/9, 3/9, 2/9, of which two suffice.
-        (dict(top_p=0.75, min_p=0.4), [0, 1, 2]),
-        # typical: the entropy is 1.28 nats, the surprises 0.92, 1.20, 1.61, 2.30: order 1, 2, 0, 3.
-        (dict(typical_p=0.2), [1]),
-        (dict(typical_p=0.4), [1, 2]),
-        (dict(typical_p=0.6), [0, 1, 2]),
-        # After top_k = 2 the entropy is 0.683, the surprises 0.560, 0.847: the first is nearer.
-        (dict(top_k=2, typical_p=0.2), [0]),
-        # min_p leaves three (4/9, 3/9, 2/9; entropy 1.061, surprises 0.811, 1.099, 1.504): 1 is nearest, then 0.
-        (dict(min_p=0.4, typical_p=0.5), [0, 1]),
-    ],
-)
-def test_each_filter_works_on_what_the_one_before_left(options, kept):
-    p = run(np.log([0.4, 0.3, 0.2, 0.1]), **options)
-    assert np.flatnonzero(p).tolist() == kept
-    whole = np.array([0.4, 0.3, 0.2, 0.1])
-    np.testing.assert_allclose(p[kept], whole[kept] / whole[kept].sum(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -644,23 +503,6 @@ def test_min_p_is_measured_from_the_best_probability(min_p, kept):
     for shift in (0.0, 8.0, -64.0):
         assert kept_ids(keep_min_p(row(-4, 0, -1, -3) + np.float32(shift), min_p)) == kept
         assert np.flatnonzero(run(row(-4, 0, -1, -3) + np.float32(shift), min_p=min_p)).tolist() == kept
-
-
-def test_min_p_of_one_keeps_every_best_token():
-    assert kept_ids(keep_min_p(row(3, 1, 3, 2.9999), 1.0)) == [0, 2]
-    assert kept_ids(keep_min_p(row(-INF, -3, -3), 1.0)) == [1, 2]
-
-
-def test_min_p_far_below_the_best():
-    # 1e-30 of the best probability lies 69.08 below the best logit.
-    assert kept_ids(keep_min_p(row(0, -69, -69.2, -90), 1e-30)) == [0, 1]
-
-
-def test_logit_bias_by_hand():
-    assert apply_logit_bias(row(1, 2, 3), {0: 2.5, 2: -INF}).tolist() == [3.5, 2, -INF]
-    assert apply_logit_bias(row(1, -INF, 3), {1: 100.0}).tolist() == [1, -INF, 3]
-    assert apply_logit_bias(row(1, 2), {}).tolist() == [1, 2]
-    np.testing.assert_allclose(run([0.0, 0.0], logit_bias={1: math.log(3)}), [0.25, 0.75], atol=1e-7)
 
 
 def test_log_softmax():
@@ -682,123 +524,7 @@ def test_log_softmax():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Properties
-
-options_of = st.fixed_dictionaries(
-    {},
-    optional={
-        "repetition_penalty": st.sampled_from([0.5, 2.0]),
-        "presence_penalty": st.sampled_from([-0.5, 0.25, 1.0]),
-        "frequency_penalty": st.sampled_from([-0.25, 0.5]),
-        "no_repeat_ngram_size": st.integers(1, 3),
-        "logit_bias": st.dictionaries(st.integers(0, 11), st.sampled_from([-INF, -1.0, 0.5]), max_size=3),
-        "temperature": st.sampled_from([0.5, 2.0]),
-        "top_k": st.integers(1, 12),
-        "top_p": fractions,
-        "min_p": fractions,
-        "typical_p": fractions,
-    },
-)
-
-
-def fit(options, vocab):
-    """The options with the bias restricted to the vocabulary."""
-    if "logit_bias" not in options:
-        return options
-    return options | {"logit_bias": {i: v for i, v in options["logit_bias"].items() if i < vocab}}
-
-
-def clear_chain(x, ids, n_prompt, options):
-    """ref_logits, but gives the example up where the outcome hangs on rounding or nothing is left."""
-    chain = ref_process(x, ids, n_prompt, options)
-    assume(np.any(chain > -INF))
-    for name in WARPERS:
-        if name in options:
-            if name in ("top_p", "typical_p"):
-                assume(clear_nucleus(chain, options[name], by_distance=name == "typical_p"))
-            elif name == "min_p":
-                best = max(chain)
-                assume(all(v == best or abs(v - best - math.log(options[name])) > 1e-5 for v in chain))
-            chain = REF_WARPERS[name](chain, options[name])
-    return chain
-
-
-@st.composite
-def situations(draw_from, rows=rows):
-    """(logits, ids, n_prompt, options)"""
-    x = draw_from(rows)
-    ids = draw_from(histories(len(x)))
-    return x, ids, draw_from(st.integers(0, len(ids))), fit(draw_from(options_of), len(x))
-
-
-@pytest.mark.slow
-@settings(fixed, max_examples=200)
-@given(situations())
-def test_any_combination_is_the_chain_of_definitions(situation):
-    chain = clear_chain(*situation)
-    x, ids, n_prompt, options = situation
-    p = run(x, ids, n_prompt, **options)
-    assert np.flatnonzero(p).tolist() == kept_ids(chain)
-    np.testing.assert_allclose(p, ref_softmax(chain), rtol=0, atol=2e-6)
-    greedy = run(x, ids, n_prompt, **options | {"temperature": 0.0})
-    assert kept_ids(np.log(greedy, where=greedy > 0, out=np.full(len(x), -INF))) == [
-        int(np.argmax(ref_process(x, ids, n_prompt, options)))
-    ]
-
-
-@fixed
-@given(situations())
-def test_probs_is_a_distribution_and_changes_nothing(situation):
-    x, ids, n_prompt, options = situation
-    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
-    before = x.tobytes(), list(ids), dict(options.get("logit_bias", {}))
-    config = SamplingConfig(**OFF | options)
-    p = next_token_probs(x, History(ids, n_prompt), config)
-    apply_logits_processors(x, History(ids, n_prompt), config)
-    assert p.dtype == np.float64 and p.shape == x.shape
-    assert np.all(p >= 0) and np.any(p > 0) and abs(p.sum() - 1) < 1e-12
-    assert before == (x.tobytes(), ids, dict(config.logit_bias))
-    assert next_token_probs(x, History(ids, n_prompt), config).tobytes() == p.tobytes()  # no state
-
-
-@fixed
-@given(rows, fractions)
-def test_filters_keep_at_least_one_and_enough_mass(x, fraction):
-    p = np.array(ref_softmax(x.astype(np.float64)))
-    for keep, least in (
-        (lambda: keep_top_p(x, fraction), fraction),
-        (lambda: keep_typical_p(x, fraction), fraction),
-        (lambda: keep_min_p(x, fraction), 0.0),
-        (lambda: keep_top_k(x, 1), 0.0),
-    ):
-        kept = keep() > -INF
-        assert kept.any() and p[kept].sum() >= least - 1e-6
-        assert np.all(x[kept] > -INF)
-
-
-@fixed
-@given(situations(), st.integers(-200, 200).map(lambda n: n / 4))
-def test_adding_a_constant_to_all_logits_changes_nothing(situation, constant):
-    """S09: min_p measured on logits."""
-    x, ids, n_prompt, options = situation
-    x = np.round(x * 4) / 4  # so that the sum is exact
-    options = {k: v for k, v in options.items() if k != "repetition_penalty"}  # the one that depends on the sign
-    clear_chain(x, ids, n_prompt, options)
-    p, q = run(x, ids, n_prompt, **options), run(x + np.float32(constant), ids, n_prompt, **options)
-    assert np.array_equal(p > 0, q > 0)
-    np.testing.assert_allclose(p, q, rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-@fixed
-@given(situations())
-def test_top_k_of_one_is_greedy(situation):
-    x, ids, n_prompt, options = situation
-    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
-    narrow, greedy = (run(x, ids, n_prompt, **options | more) for more in ({"top_k": 1}, {"temperature": 0}))
-    assert narrow.tolist() == greedy.tolist()
-    assert sorted(narrow)[-1] == 1.0 and np.sum(narrow > 0) == 1
-
+# What changes nothing
 
 NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -818,23 +544,10 @@ NEUTRAL = {
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "temperature"])
 def test_the_neutral_value_of_each_filter_changes_no_bit(name):
+    """S06: a penalty of 1 that changes bits."""
     for x in (row(2, -2, 0, -INF, 0.3), row(0), row(1, 1, 1, 1), row(1e38, -1e38, 1e-38)):
         for ids in ([], [0], [0, 0, 0], [0, 0, 0, 0, 0, 0]):
             assert FILTERS[name](x, ids, 1, NEUTRAL[name]).tobytes() == x.tobytes()
-
-
-@fixed
-@given(situations())
-def test_neutral_values_change_no_bit(situation):
-    x, ids, n_prompt, options = situation
-    history = History(ids, n_prompt)
-    assert apply_logits_processors(x, history, SamplingConfig(**NEUTRAL)).tobytes() == x.tobytes()
-    assert keep_top_k(x, len(x)).tobytes() == keep_top_k(x, 10**6).tobytes() == x.tobytes()
-    assume(np.any(ref_process(x, ids, n_prompt, options) > -INF))
-    alone = run(x, ids, n_prompt, **options)
-    assert next_token_probs(x, history, SamplingConfig(**NEUTRAL | options)).tobytes() == alone.tobytes()
-    integers = {k: int(v) if isinstance(v, float) else v for k, v in NEUTRAL.items()}  # 1 is as good as 1.0
-    assert next_token_probs(x, history, SamplingConfig(**integers | options)).tobytes() == alone.tobytes()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -856,30 +569,14 @@ def test_defaults():
             assert getattr(config, name) == value, name
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
-@pytest.mark.parametrize("extra", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}])
-def test_no_distribution_is_an_error(temperature, extra):
-    for logits in ([NAN, 1.0, 2.0], [1.0, 2.0, NAN], [-INF, NAN, -INF], [-INF, -INF, -INF], [NAN, NAN], [-INF]):
-        with pytest.raises(ValueError):
-            run(logits, temperature=temperature, **extra)
-    for options in (
-        {"logit_bias": {0: -INF, 1: -INF}},
-        {"no_repeat_ngram_size": 1},
-        {"logits_processors": (lambda history, logits: logits * np.float32(NAN),)},
-        {"logits_processors": (lambda history, logits: np.full_like(logits, -INF),)},
-    ):
-        with pytest.raises(ValueError):
-            run([1.0, 2.0], [0, 1, 0], 1, temperature=temperature, **options | extra)
-
-
 @pytest.mark.parametrize("n_generated", [0, 1, 4])
 def test_the_error_names_the_token_and_what_is_wrong(n_generated):
     """Tokens are counted from 1: with none generated, it is the first that cannot be chosen."""
     ids = [0] * (2 + n_generated)
-    for logits, fault in (([-INF, -INF], "-inf"), ([1, NAN], "nan"), ([INF, 1], " inf")):
-        for temperature in (0, 1):
+    for logits, fault in (([-INF, -INF], "-inf"), ([1, NAN], "nan"), ([NAN, -INF], "nan"), ([INF, 1], " inf")):
+        for options in (dict(temperature=0), dict(temperature=1e-30), dict(top_k=1), dict(top_p=0.5, typical_p=0.5)):
             with pytest.raises(ValueError, match=rf"\btoken {n_generated + 1}\b.*{fault}"):
-                run(logits, ids, 2, temperature=temperature)
+                run(logits, ids, 2, **options)
     for result in (np.zeros(3, np.float32), [0.0, 0.0], np.array(["a", "b"]), np.array([1j, 2j]), None):
         with pytest.raises(ValueError) as error:
             run([1.0, 2.0], ids, 2, logits_processors=(lambda history, logits, result=result: result,))
@@ -932,37 +629,6 @@ def test_processors_run_in_order_after_the_bias_and_before_temperature():
     )
 
 
-def test_processors_decide_for_greedy_too():
-    swap = lambda history, logits: logits[::-1]  # noqa: E731
-    assert run([1.0, 2.0, 3.0], temperature=0, logits_processors=(swap,)).tolist() == [1, 0, 0]
-    assert run([1.0, 2.0, 3.0], temperature=0, logits_processors=(swap, swap)).tolist() == [0, 0, 1]
-
-
-def test_a_processor_that_writes_in_place_leaves_the_input_alone():
-    def ban_last(history, logits):
-        logits[-1] = -INF
-        return logits
-
-    x = row(1, 2, 3)
-    config = SamplingConfig(**OFF, logits_processors=(ban_last,))
-    assert apply_logits_processors(x, EMPTY, config).tolist() == [1, 2, -INF]
-    assert next_token_probs(x, EMPTY, config)[2] == 0
-    assert x.tolist() == [1, 2, 3]
-
-
-def test_huge_temperatures_are_uniform():
-    for temperature in (1e10, 1e38, 1e39, 1e308):
-        p = run([1, -INF, 50, -30], temperature=temperature)
-        np.testing.assert_allclose(p, [1 / 3, 0, 1 / 3, 1 / 3], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(2,), (4,), (1, 3), ()])
-def test_a_processor_that_returns_another_shape_is_refused(shape):
-    wrong = lambda history, logits: np.zeros(shape, np.float32)  # noqa: E731
-    with pytest.raises(ValueError):
-        run([1.0, 2.0, 3.0], logits_processors=(wrong,))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The draw
 
@@ -998,16 +664,6 @@ def test_the_race_is_won_by_the_smallest_quotient():
         assert noise.asked == [1, 2, 4]  # the others cost nothing
 
 
-@fixed
-@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-300, 1.0)), min_size=1, max_size=12).filter(any), st.integers(0))
-def test_the_race_against_its_definition(weights, seed):
-    p = np.array(weights) / np.sum(weights)
-    exponentials = np.random.default_rng(seed).standard_exponential(len(p))
-    with np.errstate(over="ignore"):
-        quotients = {token: exponentials[token] / p[token] for token in range(len(p)) if p[token] > 0}
-        assert sample_token(p, FixedNoise(exponentials)) == min(quotients, key=quotients.get)
-
-
 def test_logits_that_are_not_finite_are_refused_without_a_warning():
     """F23: NumPy's warning in front of the sentence, or in its place."""
     for bad in (INF, NAN):
@@ -1017,8 +673,9 @@ def test_logits_that_are_not_finite_are_refused_without_a_warning():
 
 def test_a_huge_temperature_makes_all_tokens_equal():
     """F23: temperature 1e30 that keeps a single token."""
-    p = next_token_probs(read_only([0, 1, 2]), EMPTY, SamplingConfig(temperature=1e30, top_p=1.0))
-    np.testing.assert_allclose(p, [1 / 3] * 3)
+    for temperature in (1e10, 1e30, 1e39, 1e308):
+        p = run([1, -INF, 50, -30], temperature=temperature)
+        np.testing.assert_allclose(p, [1 / 3, 0, 1 / 3, 1 / 3], rtol=0, atol=1e-6)
 
 
 def test_a_certain_outcome_takes_no_noise():
@@ -1028,23 +685,6 @@ def test_a_certain_outcome_takes_no_noise():
     logits = [1.0, 5.0, 2.0]
     for options in (dict(top_k=1), dict(temperature=0, top_p=0.9, min_p=0.1), dict(top_p=1e-6), dict(min_p=1.0)):
         assert sample_token(run(logits, **options), NoNoise()) == 1
-
-
-def test_a_generator_serves_as_noise():
-    p = np.array([0.25, 0.0, 0.5, 0.25])
-    rng, twin = np.random.default_rng(5), np.random.default_rng(5)
-    for _ in range(50):
-        exponentials = np.insert(twin.standard_exponential(3), 1, 0)
-        assert sample_token(p, rng) == sample_token(p, FixedNoise(exponentials))
-
-
-def test_the_draw_leaves_the_global_state_and_its_input_alone():
-    before = np.random.get_state()[1].tobytes()
-    p = np.array([0.25, 0.5, 0.25])
-    copy = p.tobytes()
-    draws = [[sample_token(p, Noise(seed, 0, position)) for position in range(50)] for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-    assert np.random.get_state()[1].tobytes() == before and p.tobytes() == copy
 
 
 @pytest.mark.parametrize(
@@ -1094,11 +734,10 @@ def test_uniforms_are_outputs_of_splitmix64(monkeypatch):
     # The outputs that the published implementation gives for seed 1234567.
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     assert splitmix64(1234567, 5) == known
-    states = {Noise(7, 1, 30, 2): int(np.random.SeedSequence((7, 1, 30, 2)).generate_state(1, np.uint64)[0])}
-    for noise, state in states.items():
-        expected = np.array(splitmix64(state, 1000)) / 2.0**64
-        np.testing.assert_allclose(noise.uniforms(range(1000)), expected, rtol=0, atol=2.0**-52)
-        np.testing.assert_array_equal(noise.uniforms([999, 3]), noise.uniforms(range(1000))[[999, 3]])
+    noise, (state,) = Noise(7, 1, 30, 2), np.random.SeedSequence((7, 1, 30, 2)).generate_state(1, np.uint64)
+    expected = np.array(splitmix64(int(state), 1000)) / 2.0**64
+    np.testing.assert_allclose(noise.uniforms(range(1000)), expected, rtol=0, atol=2.0**-52)
+    np.testing.assert_array_equal(noise.uniforms([999, 3]), noise.uniforms(range(1000))[[999, 3]])
     start_from(monkeypatch, 1234567)
     np.testing.assert_allclose(Noise(0, 0, 0).uniforms(range(5)), np.array(known) / 2.0**64, rtol=0, atol=2.0**-52)
 
@@ -1122,31 +761,11 @@ def test_exponentials_are_exponential():
     assert_frequencies(cells, np.full(20, 1 / 20))
 
 
-FIELDS = ("seed", "number", "position", "stream")
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_noise_of_neighbours_is_uncorrelated(field):
-    noise = Noise(5, 0, 3, 0)
-    n_neighbours, n_tokens = 400, 500
-    numbers = np.array(
-        [noise._replace(**{field: value}).uniforms(range(n_tokens)) for value in range(n_neighbours + 1)]
-    )
-    numbers = (numbers - 0.5) * math.sqrt(12)  # mean 0, variance 1
-    sigma = 1 / math.sqrt(n_neighbours * n_tokens)
-    for ours, theirs in (
-        (numbers[:-1], numbers[1:]),  # the same token, one field differs by 1
-        (numbers[:-1, 1:], numbers[1:, :-1]),  # its neighbour
-        (numbers[:, :-1], numbers[:, 1:]),
-    ):
-        assert abs((ours * theirs).mean()) < 5 * sigma
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", ["seed", "number", "position", "stream"])
 def test_draws_of_neighbours_are_independent(field):
     p = np.array([0.4, 0.3, 0.2, 0.1])
-    draws = np.array([sample_token(p, Noise(5, 0, 3, 0)._replace(**{field: value})) for value in range(5_001)])
+    draws = np.array([sample_token(p, Noise(5, 0, 3, 0)._replace(**{field: value})) for value in range(3_001)])
     assert_frequencies(draws, p)
     assert_frequencies(4 * draws[:-1] + draws[1:], np.outer(p, p).ravel())
     assert_frequencies(4 * draws[:-2] + draws[2:], np.outer(p, p).ravel())
@@ -1159,15 +778,8 @@ def test_draws_of_neighbours_are_independent(field):
 SKEWED = [1.5, -0.25, 3.0, 0.75, 2.5, -2.0, 1.0, 0.0, 2.25, -INF, 1.75, 0.5]
 SEEN = ([2, 4, 2, 8, 4, 2], 3)  # ids, n_prompt
 MIXES = {
-    "repetition_penalty": dict(repetition_penalty=1.5),
-    "presence_penalty": dict(presence_penalty=1.0),
-    "frequency_penalty": dict(frequency_penalty=0.5),
-    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
-    "logit_bias": dict(logit_bias={0: 1.5, 2: -INF, 3: -0.5}),
     "temperature": dict(temperature=1.7),
-    "top_k": dict(top_k=5),
-    "top_p": dict(top_p=0.77),
-    "min_p": dict(min_p=0.12),
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
     "typical_p": dict(typical_p=0.6),
     "usual": dict(temperature=0.7, top_k=8, top_p=0.93),
     "penalties": dict(temperature=1.3, repetition_penalty=1.2, frequency_penalty=0.4, min_p=0.06),
@@ -1180,15 +792,15 @@ MIXES = {
 
 @pytest.fixture(scope="module")
 def exponentials():
-    """The noise of 200,000 races, [races, V]: of 20,000 positions, 10 at each, of which the first is the position's."""
+    """The noise of 100,000 races, [races, V]: of 10,000 positions, 10 at each, of which the first is the position's."""
     tokens = np.arange(10 * len(SKEWED))
-    noise = [Noise(11, 0, position).exponentials(tokens) for position in range(20_000)]
+    noise = [Noise(11, 0, position).exponentials(tokens) for position in range(10_000)]
     return np.reshape(noise, (-1, len(SKEWED)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXES)
-def test_frequencies_of_200_000_draws(exponentials, name):
+def test_frequencies_of_100_000_draws(exponentials, name):
     ids, n_prompt = SEEN
     p = run(SKEWED, ids, n_prompt, **MIXES[name])
     exact = np.array(ref_softmax(ref_logits(SKEWED, ids, n_prompt, MIXES[name])))

@@ -1,11 +1,11 @@
-"""Speculative decoding: exact in distribution, exact in greedy, right in its bookkeeping.
+"""Speculative decoding: exact in distribution, right in its bookkeeping.
 
 How exactness is judged. What `speculate` should produce is enumerated from the target alone, token by token. What it
 does produce is found in two ways:
 
 1. As exact probabilities. `Branches` stands in for the noise: at each random choice it follows every outcome, with the
    outcome's probability as its weight. Nothing is random, so the two distributions have to be equal up to rounding.
-2. As 6,000 runs with different seeds and the package's own noise, compared by a chi-square test.
+2. As 2,000 runs with different seeds and the package's own noise, compared by a chi-square test.
 
 The models are `LookupModel`s: functions from the ids so far to logits. That the coupled rule gives the text of plain
 decoding is in test_one_seed.py.
@@ -34,7 +34,6 @@ from minigen.engine.speculative import (
     Draft,
     ModelDrafter,
     PromptLookupDrafter,
-    coupled,
     rejection,
     speculate,
 )
@@ -62,12 +61,6 @@ def outcome(done):
 def tiny_model(seed, *, std=0.5, **overrides):
     config = tiny_config(**{"vocab_size": 61, "n_positions": 48, "eos_token_id": None, "bos_token_id": 0} | overrides)
     return GPT2(GPT2Config.from_dict(config), tiny_params(config, seed, std))
-
-
-@pytest.fixture(scope="module")
-def pair(fairytale, distilfairytale):
-    """The bundled models: (target, tokenizer), (draft, tokenizer)."""
-    return fairytale, distilfairytale
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,19 +302,19 @@ def test_next_tokens_have_exactly_the_targets_probabilities(experiment, name, ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, rule", [("defaults", "rejection"), ("mix 2", "rejection"), ("mix 2", "coupled")])
+@pytest.mark.parametrize("name, rule", [("cold", "rejection"), ("top_k 2", "rejection"), ("mix 2", "coupled")])
 def test_next_tokens_are_distributed_as_the_targets(experiment, name, rule):
-    # The package's own noise: numbers that served for a rejected draft must not serve for its replacement.
+    # The package's own noise: numbers that served for a rejected draft must not serve for its replacement. Under these
+    # settings 2,000 runs show each pair of draft, decision and replacement that shares its numbers.
     target, draft, sampling = case(name, V=4)
-    found = experiment.sample(target, draft, sampling, 2, rule, 6_000)
+    found = experiment.sample(target, draft, sampling, 2, rule, 2_000)
     assert_follows(found, enumerate_target(target.logits_of, sampling))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("V_draft", [3, 6])
-@pytest.mark.parametrize("name", ["plain", "frequency"])
-def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft, name):
-    sampling = SamplingConfig(**SETTINGS[name])
+def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft):
+    sampling = SamplingConfig(**SETTINGS["frequency"])
     target, draft = lookup_pair(seed=7, V_draft=V_draft)
     found = experiment.run(target, draft, sampling, 2)
     assert largest_difference(found, enumerate_target(target.logits_of, sampling)) < 1e-12
@@ -342,9 +335,8 @@ def test_ngram_drafts_stay_exact(experiment, name, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "mix 1"])
-def test_tiny_models_against_the_float64_reference(experiment, name):
-    sampling = SamplingConfig(**SETTINGS[name])
+def test_tiny_models_against_the_float64_reference(experiment):
+    sampling = SamplingConfig(**SETTINGS["mix 1"])
     config = tiny_config(vocab_size=4, n_positions=16)
     params = [tiny_params(config, seed=3), tiny_params(config, seed=4, std=0.3)]
     models = [GPT2(GPT2Config.from_dict(config), values) for values in params]
@@ -381,14 +373,13 @@ class SharpDrafter(ModelDrafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["frequency", "mix 2"])
 @pytest.mark.parametrize(
     "fault",
     [dict(rule=resample_from_p), dict(rule=always_accept), dict(drafter=ArgmaxDrafter), dict(drafter=SharpDrafter)],
 )
-def test_faults_are_noticed(experiment, fault, name):
+def test_faults_are_noticed(experiment, fault):
     """X02: a draft that takes its best token but is scored by its softmax."""
-    target, draft, sampling = case(name, V=3)
+    target, draft, sampling = case("mix 2", V=3)
     expected = enumerate_target(target.logits_of, sampling)
     assert largest_difference(experiment.run(target, draft, sampling, 2, **fault), expected) > 1e-3
 
@@ -413,7 +404,7 @@ def first_drafts(steps, k):
     return examined
 
 
-@pytest.mark.parametrize("k", range(1, 6))
+@pytest.mark.parametrize("k", [1, 2, 4])
 def test_worked_example(experiment, k):
     """X01: after a rejection, a draw from p instead of the residual."""
     found = experiment.run(constant_model(P), constant_model(Q), SamplingConfig(**OFF), k)
@@ -425,26 +416,14 @@ def test_worked_example(experiment, k):
 
 
 @pytest.mark.slow
-def test_worked_example_faulty(experiment):
-    """X01: the fault gives other frequencies, which the test sees."""
-    for rule, expected in (("rejection", P), (resample_from_p, [0.39, 0.35, 0.26])):
-        shares = np.zeros(3)
-        for tokens, share in experiment.run(
-            constant_model(P), constant_model(Q), SamplingConfig(**OFF), 2, rule
-        ).items():
-            shares[tokens[0]] += share
-        assert shares == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_acceptance_of_each_rule(rule):
     # Rejection: sum of min(p, q). Coupled: token x wins both races if E[x] < min over y of E[y] / max(p[y] / p[x],
     # q[y] / q[x]), which has probability 1 / sum over y of max(p[y] / p[x], q[y] / q[x]).
-    p, q = np.array([0.1, 0.3, 0.4, 0.2]), np.array([0.6, 0.25, 0.05, 0.1])
+    p, q = np.array([0.4, 0.1, 0.3, 0.2]), np.array([0.05, 0.6, 0.25, 0.1])
     ratio = np.maximum(p / p[:, None], q / q[:, None])
     expected = np.minimum(p, q).sum() if rule == "rejection" else (1 / ratio.sum(axis=1)).sum()
-    n, counts, n_accepted = 8_000, Counter(), 0
+    n, counts, n_accepted = 4_000, Counter(), 0
     for position in range(n):
         noise = Noise(3, 0, position)
         draft = Draft(speculative.sample_token(q, noise), q)
@@ -474,18 +453,6 @@ class GivenNoise:
         return np.asarray(self.given)[tokens]
 
 
-def test_rejection_by_hand():
-    assert rejection(Draft(0, Q), P, GivenNoise(0.499)) == (0, True)
-    assert rejection(Draft(0, Q), P, GivenNoise(0.501)) == (1, False)  # max(p - q, 0) leaves one token
-    assert rejection(Draft(1, Q), P, GivenNoise(0.999)) == (1, True)  # p > q
-    p = np.array([0, 0.5, 0.5])
-    for exponentials, token in (([0, 1, 1.01], 1), ([0, 1, 0.99], 2)):
-        assert rejection(Draft(0, Q), p, GivenNoise(0.001, exponentials)) == (token, False)
-    # A draft without a distribution is certain: accepted with probability p, and never drawn again.
-    assert rejection(Draft(1), P, GivenNoise(0.499)) == (1, True)
-    assert rejection(Draft(1), P, GivenNoise(0.501, [1, 0, 1])) == (0, False)
-
-
 def test_rejection_if_p_and_q_differ_by_rounding_alone():
     # The token is rejected by a hair, and max(p - q, 0) leaves nothing to replace it by: then p is drawn from.
     p, q, almost_one = np.array([0.5, 0.5]), np.array([0.5 + 2**-51, 0.5]), 1 - 2**-53
@@ -511,84 +478,6 @@ def test_rejection_gives_p_for_any_pair(V, seed):
     assert accepted == pytest.approx(np.minimum(p, q).sum())
     for token in range(V):
         assert found[token, True] + found[token, False] == pytest.approx(p[token], abs=1e-12)
-
-
-def test_coupled_is_the_targets_own_draw():
-    for position in range(200):
-        noise = Noise(1, 0, position)
-        for proposed in range(3):
-            token, accepted = coupled(Draft(proposed, Q), P, noise)
-            assert token == speculative.sample_token(P, noise) and accepted == (token == proposed)
-
-
-@pytest.mark.slow
-def test_acceptance_on_the_bundled_pair(pair):
-    # Of the first draft at temperature 0.7 and top-p 0.9, at 600 places of 12 texts; 0.656 and 0.694 on 20,000.
-    (model, tokenizer), draft = pair
-    (sampling, *_), accepted = api.check_options({}), Counter()
-    prompts = [tokenizer.encode(STORY[: 20 + 10 * seed]) for seed in range(12)]
-    texts = generate(model, tokenizer, prompts, max_tokens=50, seed=0, ignore_eos=True)
-    for seed, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        ids = prompt + text.token_ids
-        ours, theirs = (m.forward([ids], last_only=False)[0] for m in (model, draft[0]))
-        for end in range(len(prompt), len(ids)):
-            history, noise = History(ids[:end], len(prompt)), Noise(seed + 1000, 0, end)
-            p, q = (next_token_probs(logits[end - 1], history, sampling) for logits in (ours, theirs))
-            proposed = Draft(speculative.sample_token(q, noise), q)
-            accepted.update(name for name, rule in RULES.items() if rule(proposed, p, noise)[1])
-    for rule, expected in (("coupled", 0.656), ("rejection", 0.694)):
-        assert abs(accepted[rule] / 600 - expected) < 0.06
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Greedy
-
-STORY = (
-    "Once upon a time, in a little house at the edge of the forest, there lived an old woman and her cat. Every morning"
-    ' the cat went out to catch a mouse, and every evening it came back with nothing but dew on its paws.\n\n"You are'
-    ' too kind to the mice," said the old woman. "I am not kind," said the cat. "I am slow." One day a young king rode'
-    " by, and his horse was tired. He asked for water, and she gave him milk. He asked for bread, and she gave him cake"
-    ". Then he took off his crown and put it on the table, and said that whoever could tell him what he had lost should"
-    " have it. The old woman thought, and the cat thought, and the mouse under the floor thought as well."
-)
-
-
-def is_near_tie(model, prompt, ours, theirs):
-    """Whether two greedy texts differ first at a token where the float64 reference finds two tokens equally good."""
-    n = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    config = {name: getattr(model.config, name) for name in ("n_head", "layer_norm_epsilon", "activation_function")}
-    logits = reference_logits(config, as_stored(model), [*prompt, *ours[:n]])[-1]
-    return min(logits[ours[n]], logits[theirs[n]]) > logits.max() - 1e-4
-
-
-def worst_of(model, logits_of=None):
-    """A draft that takes the target's least probable token."""
-    logits_of = logits_of or model.logits_of
-    return LookupModel(lambda ids: -logits_of(ids), model.config.vocab_size, model.config.n_positions)
-
-
-@pytest.mark.slow
-def test_greedy_equals_plain_decoding(pair):
-    """X02: greedy speculation against greedy decoding."""
-    (model, tokenizer), draft = pair
-    ids = tokenizer.encode(STORY)
-    accepted, ties = Counter(), 0
-    for n in range(5):
-        prompt, options = ids[9 * n : 12 * n + 2], dict(temperature=0, max_tokens=12, ignore_eos=n % 2 == 0)
-        plain = generate_one(model, tokenizer, prompt, **options)
-        options["speculation_rule"] = list(RULES)[n % 2]
-        for name, drafter in {
-            "distilled": dict(draft_model=draft, num_draft_tokens=1 + n % 5),
-            "itself": dict(draft_model=(model, tokenizer), num_draft_tokens=1 + n % 5),
-            "n-gram": dict(prompt_lookup_num_tokens=3),
-        }.items():
-            done = generate_one(model, tokenizer, prompt, **options, **drafter)
-            accepted[name] += done.speculation.accepted
-            if done.token_ids != plain.token_ids:
-                assert is_near_tie(model, prompt, plain.token_ids, done.token_ids)
-                ties += 1
-    assert ties <= 1
-    assert accepted["itself"] > 30 and accepted["distilled"] > 18
 
 
 def test_logprobs_are_those_of_plain_decoding():
@@ -662,23 +551,15 @@ CACHE_OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
 @pytest.mark.parametrize("rule", RULES)
-def test_caches_and_acceptance_of_a_draft_that_is_the_target(rule, options):
-    """X04: only the rate of acceptance tells that a cache is wrong."""
+def test_caches_after_each_round(rule, options):
+    """X04: with the target as its own draft, only the rate of acceptance tells that a cache is wrong."""
     model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
-    for k in (1, 4):
-        rounds = Rounds(model, model, [3, 1, 4, 1], k, rule, max_tokens=21, seed=3, **options)
-        assert all(n_out == n_drafts + 1 for n_drafts, n_out in rounds.results)
-        if "context_shift" not in options:
-            assert all(n_drafts == k for n_drafts, _ in rounds.results[:-1])
-        stats = rounds.row.speculation
-        assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
+    rounds = Rounds(model, model, [3, 1, 4, 1], 4, rule, max_tokens=21, seed=3, **options)
+    assert all(n_out == n_drafts + 1 for n_drafts, n_out in rounds.results)
+    assert "context_shift" in options or all(n_drafts == 4 for n_drafts, _ in rounds.results[:-1])
+    stats = rounds.row.speculation
+    assert stats.accepted == stats.drafted == sum(token.from_draft for token in rounds.tokens) >= 10
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
-@pytest.mark.parametrize("rule", RULES)
-def test_caches_after_each_round_of_an_ordinary_draft(rule, options):
-    model = tiny_model(5, n_positions=20 if "context_shift" in options else 80)
     rng = np.random.default_rng(1)
     params = {name: p + 0.1 * rng.standard_normal(p.shape, np.float32) for name, p in as_stored(model).items()}
     rounds = Rounds(model, GPT2(model.config, params), [3, 1, 4, 1], 4, rule, max_tokens=30, seed=3, **options)
@@ -748,6 +629,7 @@ def check_ends(model, drafts=None, prompt=(0, 1), **options):
             assert done.timings.tokens == len(done.token_ids) and done.timings.prompt_tokens == len(prompt)
             if stats.drafted and draft is model:
                 assert stats.accepted > 0
+    assert plain.speculation is None
     return plain
 
 
@@ -756,7 +638,7 @@ def text_model(V, seed, **options):
     return LookupModel(text_logits(V, seed), V, **options)
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4, 5, 10])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 4, 10])
 def test_max_tokens_inside_a_block(max_tokens):
     """S12: no or few new tokens with speculation."""
     plain = check_ends(text_model(8, 1), max_tokens=max_tokens)
@@ -764,23 +646,16 @@ def test_max_tokens_inside_a_block(max_tokens):
 
 
 @pytest.mark.slow
-def test_end_of_text_inside_a_block():
-    reasons = Counter()
-    for eos in range(8):
+def test_end_of_text_and_stop_string_inside_a_block():
+    text = check_ends(text_model(8, 1), max_tokens=12).text
+    assert text == "bghbdbgbgefc"  # token 1 first, token 4 as the tenth, token 0 never
+    for eos, n in ((1, 1), (7, 3), (3, 5), (4, 10), ([2, 3], 5), (0, 12)):
         model = text_model(8, 1, eos_token_id=eos)
         plain = check_ends(model, max_tokens=12)
-        reasons[plain.finish_reason] += 1
-        assert (plain.token_ids[-1] == eos) == (plain.finish_reason == "eos")
+        assert (len(plain.token_ids), plain.finish_reason) == (n, "eos" if eos else "length")
         for options in (dict(ignore_eos=True), dict(min_tokens=6)):
             assert eos not in check_ends(model, max_tokens=12, **options).token_ids[:5]
-    assert reasons["eos"] >= 5
-    assert check_ends(text_model(8, 1, eos_token_id=[2, 3]), max_tokens=12).finish_reason == "eos"
-
-
-@pytest.mark.slow
-def test_stop_string_inside_a_block():
-    text = generate_one(text_model(8, 1), Letters(8), [0, 1], temperature=0, max_tokens=12).text
-    for stop in sorted({text[start : start + length] for start in range(10) for length in (1, 3)}):
+    for stop in ("b", "d", "ghb", "bdb", "bge"):
         plain = check_ends(text_model(8, 1), max_tokens=12, stop=stop)
         assert plain.finish_reason == "stop" and plain.text == text[: text.index(stop)]
     # Only the beginning of a stop string: what was held back comes out at the end.
@@ -790,6 +665,7 @@ def test_stop_string_inside_a_block():
 @pytest.mark.slow
 @pytest.mark.parametrize("n_draft", [8, 16, 24])
 def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, monkeypatch):
+    """X07: a draft with a shorter context."""
     model, draft = (text_model(8, 1, n_positions=n) for n in (16, n_draft))
     begins, propose = [], ModelDrafter.propose
 
@@ -799,7 +675,7 @@ def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, monkeypatch):
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", watched)
-    for n_prompt, max_tokens, k in itertools.product((1, 7, 12, 16), (1, 2, 5, 40), (1, 4, 30)):
+    for n_prompt, max_tokens, k in itertools.product((1, 7, 12, 16), (1, 2, 40), (1, 4, 30)):
         prompt, options = [1] * n_prompt, dict(temperature=0, max_tokens=max_tokens)
         begins.clear()
         plain = generate_one(model, Letters(8), prompt, **options)
@@ -815,97 +691,53 @@ def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, monkeypatch):
         assert plain.finish_reason == ("context" if n_prompt + max_tokens > 17 else "length")
 
 
-def test_a_single_token_costs_the_draft_nothing():
-    model, draft = text_model(8, 1), text_model(8, 2)
-    draft.forward = None  # a call would raise TypeError
-    done = generate_one(model, Letters(8), [1, 2], draft_model=(draft, Letters(8)), temperature=0, max_tokens=1)
-    assert done.token_ids == [int(model.logits_of((1, 2)).argmax())]
-
-
-def counted(model, after=lambda: None):
-    """(the stand-in, the number of ids in each of its passes); `after` is called after each."""
-    passes = []
-
-    class Counted(LookupModel):
-        def forward(self, ids, cache, **options):
-            passes.append(len(ids[0]))
-            after()
-            return super().forward(ids, cache, **options)
-
-    return Counted(model.logits_of, model.config.vocab_size), passes
-
-
 @pytest.mark.parametrize("right", [False, True])
-def test_a_draft_token_costs_one_pass_of_the_draft(right):
-    model = text_model(8, 1)
-    draft, passes = counted(model if right else half_right(model))
-    options = dict(draft_model=(draft, Letters(8)), num_draft_tokens=2, temperature=0, max_tokens=40)
-    done = generate_one(model, Letters(8), [0, 1, 2], **options)
-    assert len(passes) == done.speculation.drafted > 20
-    assert passes[0] == 3  # the prompt, with the first
+def test_a_draft_token_costs_one_pass_of_the_draft_and_its_time(right, monkeypatch):
+    clock = [0.0]  # which only passes move
+    monkeypatch.setattr("time.perf_counter", lambda: clock[-1])
 
-
-def test_seconds_are_those_of_all_drafts_and_all_passes(monkeypatch):
-    seconds = [0.0]  # the clock, which only passes move
-
-    def timed(model, duration):
-        return counted(model, lambda: seconds.append(seconds[-1] + duration))[0]
+    class Timed(LookupModel):
+        def forward(self, *args, **options):
+            clock.append(clock[-1] + self.duration)
+            return super().forward(*args, **options)
 
     model = text_model(8, 1)
-    draft, target = timed(model, 0.5), timed(model, 10)
-    monkeypatch.setattr("time.perf_counter", lambda: seconds[-1])
+    target, draft = (Timed(m.logits_of, 8) for m in (model, model if right else half_right(model)))
+    target.duration, draft.duration = 10, 0.5
     options = dict(draft_model=(draft, Letters(8)), num_draft_tokens=3, temperature=0, max_tokens=50)
-    stats = generate_one(target, Letters(8), [0, 1], **options).speculation
-    assert stats.target_passes > 5 and stats.drafted > 20
-    assert stats.target_seconds == 10 * stats.target_passes  # without the prompt's
+    stats = generate_one(target, Letters(8), [0, 1, 2], **options).speculation
+    assert len(draft.passes) == stats.drafted > 20
+    assert draft.passes[0] == (1, 3)  # the prompt, with the first
     assert stats.draft_seconds == 0.5 * stats.drafted
-
-
-def test_a_draft_with_a_short_context_still_helps_while_it_lasts():
-    """X07: a draft with a shorter context."""
-    model, short = (text_model(8, 1, n_positions=n) for n in (40, 16))
-    options = dict(draft_model=(short, Letters(8)), num_draft_tokens=4, temperature=0, max_tokens=30)
-    steps = list(stream(model, Letters(8), [[1, 2, 3]], **options))
-    # The context grows from 3 by 5 to 8 and 13; then 4 more can be drafted (positions up to 15), and none after.
-    assert [step.from_draft for step in steps] == ([True] * 4 + [False]) * 3 + [False] * 15
+    assert stats.target_seconds == 10 * stats.target_passes > 50  # without the prompt's
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 400])
 def test_window_together_with_speculation(window):
-    model, other = text_model(8, 1), text_model(8, 2)
-    prompt = [n % 8 for n in range(90)]  # longer than the ring for most of these
-    options = dict(prompt=prompt, max_tokens=24, window=window)
-    plain = check_ends(model, (model, half_right(model), other), **options)
-    del options["prompt"]
-    letters = Letters(8)
+    model, letters = text_model(8, 1), Letters(8)
+    prompt, options = [n % 8 for n in range(90)], dict(max_tokens=24, window=window)  # longer than most of the rings
+    plain = check_ends(model, prompt=prompt, **options)
     for drafter in (
-        dict(draft_model=(other, letters), num_draft_tokens=79),  # more than the ring can roll back
+        dict(draft_model=(text_model(8, 2), letters), num_draft_tokens=79),  # more than the ring can roll back
         dict(prompt_lookup_num_tokens=6),
     ):
         assert outcome(generate_one(model, letters, prompt, temperature=0, **options, **drafter)) == outcome(plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 7])
-@pytest.mark.parametrize("window", [None, 6])
-def test_context_shift_together_with_speculation(window, keep):
-    model, short = (text_model(8, 1, n_positions=n) for n in (16, 11))
-    for n_prompt in (1, 30):
-        options = dict(prompt=[n % 8 for n in range(n_prompt)], max_tokens=30, context_shift=True, keep=keep)
-        options |= dict(window=window, repetition_penalty=1.2, frequency_penalty=0.1)
-        plain = check_ends(model, (model, half_right(model), short), **options)
-        done = generate_one(
-            model, Letters(8), options.pop("prompt"), temperature=0, prompt_lookup_num_tokens=5, **options
-        )
+@pytest.mark.parametrize(
+    "n_positions, keep, window", [(16, 0, None), (16, 7, 6), (2, 0, None), (3, 1, None), (4, 1, 2)]
+)
+def test_context_shift_together_with_speculation(n_positions, keep, window):
+    model, short = (text_model(8, 1, n_positions=n) for n in (n_positions, -(-n_positions * 2 // 3)))
+    options = dict(max_tokens=30, context_shift=True, keep=keep, window=window)
+    options |= dict(repetition_penalty=1.2, frequency_penalty=0.1)
+    for n_prompt in {1, min(n_positions, 10)}:
+        prompt = [n % 8 for n in range(n_prompt)]
+        plain = check_ends(model, (model, half_right(model), short), prompt, **options)
+        done = generate_one(model, Letters(8), prompt, temperature=0, prompt_lookup_num_tokens=5, **options)
         assert len(plain.token_ids) == 30 and outcome(done) == outcome(plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_positions", [2, 3, 4])
-def test_shifts_that_drop_one_or_two_tokens(n_positions):
-    for keep in {0, (n_positions - 1) // 2}:
-        check_ends(text_model(8, 1, n_positions=n_positions), prompt=[5], max_tokens=40, context_shift=True, keep=keep)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -922,7 +754,7 @@ def with_vocab(folder, source, change):
     return result
 
 
-def test_another_vocabulary_is_refused(byte_vocab, tmp_path, pair):
+def test_another_vocabulary_is_refused(byte_vocab, tmp_path, fairytale):
     """X07: ids that mean other text in the draft."""
 
     def swap(vocab):
@@ -937,11 +769,11 @@ def test_another_vocabulary_is_refused(byte_vocab, tmp_path, pair):
         with pytest.raises(ValueError, match=rf"vocabular.*\btoken {first}\b.*b'[aq]'.*b'[aq]'"):
             stream(model, tokenizer, "abc", draft_model=(model, other))
     with pytest.raises(ValueError, match="vocabulary"):
-        stream(*pair[0], "A", draft_model=(model, ours))
+        stream(*fairytale, "A", draft_model=(model, ours))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("V", "V_draft"), [*itertools.permutations([7, 8, 10], 2)])
+@pytest.mark.parametrize(("V", "V_draft"), [(8, 10), (10, 8), (7, 8)])
 def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
     """X07: added or padded tokens in one of the two."""
     target, shared = text_model(V, 1), min(V, V_draft)
@@ -963,9 +795,8 @@ def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("size", [1, 5, 63, 64, 257, 300])
-def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, rule, monkeypatch):
+@pytest.mark.parametrize("size", [1, 63, 64, 300])
+def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, monkeypatch):
     config = tiny_config(vocab_size=257, n_positions=40)
     target, draft = (GPT2(GPT2Config.from_dict(config), tiny_params(config, seed, 0.3)) for seed in (1, 2))
     row_texts, drafts, propose = [], [], ModelDrafter.propose
@@ -977,15 +808,13 @@ def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part
         return found
 
     monkeypatch.setattr(ModelDrafter, "propose", watched)
-    options = dict(temperature=1, top_p=1, max_tokens=20, seed=3)
+    options = dict(temperature=1, top_p=1, max_tokens=20, seed=3, repetition_penalty=1.3)
     prompt = [256, 1, 2]  # the first id is outside a smaller vocabulary, and is read all the same
     done = generate_one(
         target, Letters(257), prompt, draft_model=(draft, Letters(257)), draft_vocab_size=size,
-        num_draft_tokens=2, speculation_rule=rule, repetition_penalty=1.3, **options,
+        num_draft_tokens=2, **options,
     )  # fmt: skip
-    if rule == "coupled":
-        plain = generate_one(target, Letters(257), prompt, repetition_penalty=1.3, **options)
-        assert done.token_ids == plain.token_ids
+    assert done.token_ids == generate_one(target, Letters(257), prompt, **options).token_ids
     assert sum(map(len, drafts)) > 10
     for ids, found in zip(row_texts, drafts, strict=True):
         if found:
@@ -1043,14 +872,6 @@ def test_ngram_drafter_against_a_slow_definition(ids, k, longest):
     assert ids == before
 
 
-def test_ngram_drafter_by_hand():
-    assert propose([1, 2, 3, 1, 2, 4, 1, 2], 5, 2) == [4, 1, 2]  # the latest occurrence, to the end of the text
-    assert propose([1, 2, 3, 9, 2, 4, 1, 2], 2, 2) == [3, 9]  # the longer match, though an earlier one
-    assert propose([1, 2, 3, 9, 2, 4, 1, 2], 2, 1) == [4, 1]
-    assert propose([5, 5, 5], 4, 3) == [5]  # a match may overlap the end
-    assert propose([1, 2, 3], 4, 3) == propose([1], 4, 3) == []
-
-
 def test_ngram_options_reach_the_drafter():
     # After 1 2 stood 3 9, and 3 9 is what the target says; the last 2 alone was followed by 4.
     target = LookupModel(lambda ids: np.eye(10, dtype=np.float32)[3 if ids[-2:] == (1, 2) else 9], 10)
@@ -1058,19 +879,6 @@ def test_ngram_options_reach_the_drafter():
     for size, accepted in ((1, 0), (2, 1), (3, 1)):
         done = generate_one(target, Letters(10), prompt, max_matching_ngram_size=size, **options)
         assert done.token_ids == [3, 9] and done.speculation.accepted == accepted
-
-
-def test_ngram_drafts_of_a_repeating_text_are_accepted():
-    # A target that goes round in a circle of 5 ids.
-    circle = LookupModel(lambda ids: np.eye(5, dtype=np.float32)[(ids[-1] + 1) % 5], 5)
-    options = dict(temperature=0, prompt_lookup_num_tokens=4, max_tokens=40)
-    done = generate_one(circle, Letters(5), [0, 1, 2, 3, 4, 0], **options)
-    assert done.token_ids == [(1 + n) % 5 for n in range(40)]
-    assert done.speculation.target_passes == 8 and done.speculation.accepted == 32
-
-
-def test_plain_decoding_has_no_counts():
-    assert generate_one(text_model(8, 1), Letters(8), [5], max_tokens=2).speculation is None
 
 
 def test_a_token_that_neither_model_allows_is_not_accepted():

@@ -44,6 +44,12 @@ class Words:
         return choices[self.below(len(choices))]
 
 
+def best_ids(logits, n):
+    """The first n of np.argsort(-logits, kind="stable")."""
+    candidates = np.flatnonzero(logits >= np.partition(logits, -min(n, len(logits)))[-min(n, len(logits))])
+    return candidates[np.argsort(-logits[candidates], kind="stable")][:n]
+
+
 def make_case(vocab, seed, only=None):
     """The case of a seed: with `only` that one option is on, else a random combination of at least two."""
     words = Words([seed, vocab, 0 if only is None else 1 + OPTIONS.index(only)])
@@ -63,7 +69,7 @@ def make_case(vocab, seed, only=None):
         banned[words.below(vocab)] = False
         logits[banned] = -np.inf
     # A history of few distinct tokens, so that counts and n-grams repeat; half of them are among the likeliest.
-    best = np.argsort(-logits, kind="stable")[:8]
+    best = best_ids(logits, 8)
     pool = [int(words.pick(best)) if words.below(2) else words.below(vocab) for _ in range(1 + words.below(6))]
     ids = [words.pick(pool) for _ in range(words.below(24))]
     n_prompt = words.below(len(ids) + 1)
