@@ -1,27 +1,20 @@
-"""generate and stream against an independent naive loop in float64, and against what their documentation promises.
+"""generate and stream against the float64 reference, and against what their documentation promises.
 
-The oracle of greedy ids is `naive` below: the whole text through tests.oracles.reference at every step, and its argmax.
-Where the two best logits are closer than rounding can tell apart, the rest of that row is not compared, and the
-positions left out are counted. Outcomes that a random model would seldom produce (end-of-text, stop strings, characters
-of several tokens) are forced through the public `logits_processors`: see `force`.
+`assert_greedy` is the oracle of greedy ids. Outcomes that a random model would seldom produce (end-of-text, stop
+strings, characters of several tokens) are forced through the public `logits_processors`: see `force`.
 """
 
 import codecs
-import itertools
-import json
 import math
 import random
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import minigen
 from minigen import GPT2, generate, stream
-from tests.golden.make_logits import stored_params
 from tests.oracles.chi_square import assert_follows
 from tests.oracles.models import Tiny, gpt2
 from tests.oracles.reference import reference_logits, reference_logprobs
@@ -56,56 +49,28 @@ def tok(byte_tokenizer):
 # ---- oracles and helpers -----------------------------------------------------------------------------------------
 
 
-class Naive(NamedTuple):
-    ids: list
-    margins: list  # how far the best logit was from the second best
-    reason: str
+def assert_greedy(t, prompt, done, max_tokens, *, window=None, keep=None, banned=()):
+    """Assert that each id is the reference's best after the ids before it, up to rounding, and that it ends rightly.
 
-
-def naive(config, params, prompt, max_tokens, *, window=None, keep=None, adjust=None):
-    """Greedy, the whole text at every step, in float64. keep: shift a full context, or end there if None.
-
-    adjust(logits, prompt, generated) changes the logits before the choice.
+    keep: how many ids a full context keeps besides the last half of the others; None if the text ends there.
     """
-    eos = config["eos_token_id"]
-    eos = eos if isinstance(eos, list) else [eos]
-    context, ids, margins = list(prompt), [], []
-    while len(ids) < max_tokens:
-        logits = reference_logits(config, params, context, window)[-1]
-        logits = adjust(logits, prompt, ids) if adjust else logits
-        second, best = np.sort(logits)[-2:]
-        margins.append(best - second)
-        ids.append(int(logits.argmax()))
-        context.append(ids[-1])
-        if ids[-1] in eos:
-            return Naive(ids, margins, "eos")
-        if len(context) > config["n_positions"] and len(ids) < max_tokens:
-            if keep is None:
-                return Naive(ids, margins, "context")
+    n_positions, eos = t.config["n_positions"], t.config["eos_token_id"]
+    context, ids = list(prompt), list(done.token_ids)
+    while ids:
+        new, ids = ids[: n_positions + 1 - len(context)], ids[n_positions + 1 - len(context) :]
+        logits = reference_logits(t.config, t.params, context + new[:-1], window)[len(context) - 1 :]
+        logits[:, list(banned)] = -math.inf
+        assert (logits[range(len(new)), new] > logits.max(axis=-1) - TIE).all()
+        context += new
+        if ids:
+            assert keep is not None
             rest = context[keep:]
             context = context[:keep] + rest[len(rest) - len(rest) // 2 :]
-    return Naive(ids, margins, "length")
-
-
-def left_out(completion, oracle):
-    """Assert that a completion's ids are the oracle's up to its first near tie; how many positions lie behind that."""
-    ties = [i for i, margin in enumerate(oracle.margins) if margin < TIE]
-    n = ties[0] if ties else len(oracle.ids)
-    assert completion.token_ids[:n] == oracle.ids[:n]
-    if not ties:
-        assert completion.token_ids == oracle.ids
-        assert completion.finish_reason == oracle.reason
-    return len(oracle.ids) - n
-
-
-def assert_follows_reference(tiny, prompt, completion, window=None):
-    """Assert that each id is the reference's argmax after the ids before it: one pass, for long texts."""
-    ids = prompt + completion.token_ids
-    logits = reference_logits(tiny.config, tiny.params, ids[:-1], window)[len(prompt) - 1 :]
-    second, best = np.sort(logits, axis=-1)[:, -2:].T
-    clear = best - second >= TIE
-    assert (logits.argmax(axis=-1) == completion.token_ids)[clear].all()
-    assert clear.mean() > 0.98  # nearly everything was compared
+    *inner, last = done.token_ids
+    assert eos not in inner
+    reason = "eos" if last == eos else "length" if len(inner) + 1 == max_tokens else "context"
+    assert done.finish_reason == reason
+    assert reason != "context" or (keep is None and len(context) == n_positions + 1)
 
 
 def text_ids(text):
@@ -137,83 +102,27 @@ def ids_of(completions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"n_layer": 3, "n_head": 4, "activation_function": "gelu"},
-        {"scale_attn_by_inverse_layer_idx": True, "n_inner": 20},
-        {"tie_word_embeddings": False},
-    ],
-    ids=str,
-)
-def test_greedy_ids_are_the_naive_loops(tok, overrides):
-    """K01, K03: cached steps against the whole text run anew, alone and in a ragged batch."""
-    skipped = total = variety = 0
-    for seed in range(3):
-        t = tiny(seed, n_positions=32, **overrides)
-        batch = generate(t.model, tok, PROMPTS, max_tokens=12, **GREEDY)
+@pytest.mark.parametrize("window", [None, 2, 16])
+def test_greedy_ids_are_the_references(tok, window):
+    """K01, K03: cached steps, alone and in a ragged batch, with and without a window."""
+    n_different = 0
+    for seed in range(2):
+        t = tiny(seed, n_positions=32)
+        batch = generate(t.model, tok, PROMPTS, max_tokens=20, window=window, **GREEDY)
         assert [done.prompt_index for done in batch] == [0, 1, 2, 3, 4]
         for prompt, in_batch in zip(PROMPTS, batch, strict=True):
-            oracle = naive(t.config, t.params, prompt, 12)
-            (done,) = generate(t.model, tok, [prompt], max_tokens=12, **GREEDY)
+            (done,) = generate(t.model, tok, [prompt], max_tokens=20, window=window, **GREEDY)
             assert done.token_ids == in_batch.token_ids
-            skipped += left_out(done, oracle)
-            total += len(oracle.ids)
-            variety += len(set(oracle.ids))
-    assert variety > 45, "the models repeat themselves too much to show anything"
-    assert skipped < total / 50
+            assert_greedy(t, prompt, done, 20, window=window)
+            n_different += len(set(done.token_ids))
+    assert n_different > 45, "the models repeat themselves too much to show anything"
 
 
-@pytest.mark.slow
-def test_greedy_ids_of_the_bundled_model(fairytale):
-    model, tokenizer = fairytale
-    folder = Path(__file__).parents[2] / "weights" / "fairytale"
-    config, params = json.loads((folder / "config.json").read_text()), stored_params(folder)
-    prompts = ["Once upon a time", "The old king had a daughter,"]
-    skipped = 0
-    for prompt, done in zip(prompts, generate(model, tokenizer, prompts, max_tokens=6, **GREEDY), strict=True):
-        skipped += left_out(done, naive(config, params, tokenizer.encode(prompt), 6))
-        assert done.text == tokenizer.decode(done.token_ids) != ""
-    assert skipped <= 2
-
-
-@pytest.mark.slow
-def test_penalties_see_prompt_and_output_as_documented(tok):
-    def adjust(logits, prompt, ids):
-        logits = logits.copy()
-        for token in {*prompt, *ids}:
-            logits[token] = logits[token] / 1.4 if logits[token] > 0 else logits[token] * 1.4
-        for token in ids:  # the output alone
-            logits[token] -= 0.3
-        for token in set(ids):
-            logits[token] -= 0.7
-        text = prompt + ids
-        for a, b in itertools.pairwise(text):
-            if a == text[-1]:
-                logits[b] = -math.inf
-        return logits
-
-    options = dict(repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.7, no_repeat_ngram_size=2)
-    changed = skipped = 0
-    for seed in range(3):
-        t = tiny(seed, n_positions=32)
-        for prompt in PROMPTS:
-            (plain,) = generate(t.model, tok, [prompt], max_tokens=12, **GREEDY)
-            prompt = prompt + plain.token_ids[:3]  # so that the prompt holds what the model would say
-            (done,) = generate(t.model, tok, [prompt], max_tokens=12, **options, **GREEDY)
-            skipped += left_out(done, naive(t.config, t.params, prompt, 12, adjust=adjust))
-            changed += done.token_ids[:9] != plain.token_ids[3:]
-    assert changed > 10
-    assert skipped <= 12
-
-
-@pytest.mark.parametrize("options", [GREEDY, {"seed": 3}, {"seed": 4, **FLAT}], ids=str)
 @pytest.mark.parametrize("context", [{}, {"window": 4}, {"context_shift": True, "keep": 2}], ids=str)
-def test_cache_and_naive_loop_give_the_same_ids(tok, watch, options, context):
+def test_with_and_without_a_cache_the_ids_are_the_same(tok, watch, context):
     t = tiny(1)
     shapes = watch(t.model)
-    options = dict(options, max_tokens=25, num_return_sequences=2, ignore_eos=True, **context)
+    options = dict(seed=4, max_tokens=25, num_return_sequences=2, ignore_eos=True, **FLAT, **context)
     with_cache = generate(t.model, tok, PROMPTS, **options)
     n_cached = sum(rows * length for rows, length in shapes)
     del shapes[:]
@@ -224,20 +133,6 @@ def test_cache_and_naive_loop_give_the_same_ids(tok, watch, options, context):
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_sampled_row_does_not_depend_on_the_rest_of_its_batch(tok, n):
-    """S10: two prompts in one run and alone."""
-    t = tiny(2)
-    options = dict(max_tokens=10, seed=11, num_return_sequences=n, **FLAT)
-    batch = generate(t.model, tok, PROMPTS, **options)
-    for index, prompt in enumerate(PROMPTS):
-        others = [[60] * (1 + (7 * i + index) % 12) for i in range(index)] + [prompt] + [[8] * 13] * (index % 3)
-        rows = generate(t.model, tok, others, **options)[n * index : n * (index + 1)]
-        assert ids_of(rows) == ids_of(batch[n * index : n * (index + 1)])
-        assert [row.text for row in rows] == [row.text for row in batch[n * index : n * (index + 1)]]
-    assert len({tuple(ids) for ids in ids_of(batch)}) == 5 * n
 
 
 def test_finished_rows_leave_the_batch(tok, watch):
@@ -262,10 +157,8 @@ def test_rows_that_stay_go_on_undisturbed(tok):
     prompts = [[0, 9, 9, 9], [50, 3], [1], [60, 1, 2, 3, 4, 5], [2, 2], [70, 8, 8]]
     batch = generate(t.model, tok, prompts, max_tokens=14, logits_processors=[processor], **GREEDY)
     assert [len(done.token_ids) for done in batch[::2]] == [2, 4, 4]
-    skipped = 0
     for prompt, done in list(zip(prompts, batch, strict=True))[1::2]:
-        skipped += left_out(done, naive(t.config, t.params, prompt, 14))
-    assert skipped <= 14
+        assert_greedy(t, prompt, done, 14)
 
 
 def test_num_return_sequences(tok, watch):
@@ -277,38 +170,31 @@ def test_num_return_sequences(tok, watch):
     assert len({tuple(ids) for ids in ids_of(done)}) == 6
     assert shapes == [(2, 5)] + [(6, 1)] * 5  # each prompt is computed once, not once for each continuation
     assert all(d.timings.prompt_tokens == len(prompts[d.prompt_index]) for d in done)
-    greedy = generate(t.model, tok, prompts, num_return_sequences=3, max_tokens=6, **GREEDY)
-    for prompt_index, prompt in enumerate(prompts):
-        oracle = naive(t.config, t.params, prompt, 6)
-        assert sum(left_out(d, oracle) for d in greedy if d.prompt_index == prompt_index) == 0
+    for d in generate(t.model, tok, prompts, num_return_sequences=3, max_tokens=6, **GREEDY):
+        assert_greedy(t, prompts[d.prompt_index], d, 6)
 
 
 # ---- where a text ends -------------------------------------------------------------------------------------------
 
 
-def test_ends_at_end_of_text(tok):
-    """T12: end-of-text printed, or gone past."""
-    t = tiny()
-    (done,) = generate(t.model, tok, [[0]], logits_processors=force([*text_ids("abc"), EOS]))
-    assert (done.text, done.finish_reason, done.stop_sequence) == ("abc", "eos", None)
-    assert done.token_ids == [*text_ids("abc"), EOS]
-
-
-@pytest.mark.parametrize("eos", [0, [0], [30, 0, EOS]], ids=str)
-def test_any_id_can_end_a_text(tok, eos):
-    """T12: id 0 taken for no id, and lists of ids."""
+@pytest.mark.parametrize(
+    "eos, script, n, reason",
+    [
+        (EOS, [7, 8, EOS, 9], 3, "eos"),
+        (0, [7, 8, 0, 9], 3, "eos"),
+        ([0], [7, 0, 9, 9], 2, "eos"),
+        ([30, 0, EOS], [7, 8, 0, 9], 3, "eos"),
+        ([30, 0, EOS], [7, 30, 8, 9], 2, "eos"),
+        (None, [7, EOS, 0, EOS], 4, "length"),
+    ],
+)
+def test_any_id_can_end_a_text(tok, eos, script, n, reason):
+    """T12: end-of-text printed, or gone past; id 0 or null taken for another; lists of ids."""
     t = tiny(eos_token_id=eos)
-    for token in eos if isinstance(eos, list) else [eos]:
-        (done,) = generate(t.model, tok, [[0]], logits_processors=force([7, 8, token, 9]))
-        assert (done.token_ids, done.finish_reason) == ([7, 8, token], "eos")
-        assert done.text == tok.decode([7, 8])  # whatever the end's own spelling is, it is no part of the text
-
-
-def test_without_an_end_of_text_nothing_ends_the_text(tok):
-    """T12: null as an id."""
-    t = tiny(eos_token_id=None)
-    (done,) = generate(t.model, tok, [[0]], max_tokens=4, min_tokens=1, logits_processors=force([7, EOS, 0, EOS]))
-    assert (done.token_ids, done.finish_reason) == ([7, EOS, 0, EOS], "length")
+    (done,) = generate(t.model, tok, [[0]], max_tokens=4, min_tokens=1, logits_processors=force(script))
+    assert (done.token_ids, done.finish_reason, done.stop_sequence) == (script[:n], reason, None)
+    # Whatever the end's own spelling is, it is not a part of the text.
+    assert done.text == tok.decode(script[: n - 1] if reason == "eos" else script)
 
 
 def test_generation_config_names_the_end(tmp_path):
@@ -343,8 +229,7 @@ def test_ends_where_the_context_is_full(tok):
         prompt = list(range(20, 20 + n_prompt))
         (done,) = generate(t.model, tok, [prompt], max_tokens=40, ignore_eos=True, **GREEDY)
         assert (len(done.token_ids), done.finish_reason) == (17 - n_prompt, "context")
-        oracle = naive(dict(t.config, eos_token_id=None), t.params, prompt, 40)
-        assert left_out(done, oracle) == 0 and oracle.reason == "context"
+        assert_greedy(t, prompt, done, 40, banned=[EOS])
         # The budget runs out with the context: it is the budget that is named.
         (done,) = generate(t.model, tok, [prompt], max_tokens=17 - n_prompt, ignore_eos=True, **GREEDY)
         assert (len(done.token_ids), done.finish_reason) == (17 - n_prompt, "length")
@@ -447,7 +332,7 @@ def test_streamed_text_holds_back_no_more_than_it_must(tok):
     rng = random.Random(0)
     t = tiny(n_positions=64)
     n_stopped = 0
-    for _ in range(80):
+    for _ in range(60):
         script = "".join(rng.choices("aab\né😀", k=rng.randrange(1, 12)))
         stops = ["".join(rng.choices("aab\né😀", k=rng.randrange(1, 4))) for _ in range(rng.randrange(4))]
         ids, shown, expected = text_ids(script), "", []
@@ -473,7 +358,7 @@ def test_streamed_text_holds_back_no_more_than_it_must(tok):
         assert [step.text for step in steps] == expected, (script, stops)
         assert (steps[-1].completion.text, steps[-1].completion.stop_sequence) == (shown, matched), (script, stops)
         n_stopped += matched is not None
-    assert 20 < n_stopped < 70
+    assert 15 < n_stopped < 50
 
 
 def test_the_prompt_is_not_searched_for_stops(tok):
@@ -575,11 +460,11 @@ def test_global_generators_are_left_alone(tok):
 
 @pytest.mark.slow
 def test_draws_are_independent(tok):
-    """S10: 12,000 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
+    """S10: 4,800 draws from four equally likely tokens: counts, and pairs along a row and across neighbouring rows."""
     t = tiny(n_positions=512, n_layer=1)
     uniform = one_hot(0, 1, 2, 3)
-    options = dict(max_tokens=300, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
-    ids = np.array(ids_of(generate(t.model, tok, [[9]], num_return_sequences=40, **options)))  # [rows, steps]
+    options = dict(max_tokens=240, seed=0, logits_processors=[lambda history, logits: uniform], **FLAT)
+    ids = np.array(ids_of(generate(t.model, tok, [[9]], num_return_sequences=20, **options)))  # [rows, steps]
     assert_follows(Counter(ids.ravel().tolist()), dict.fromkeys(range(4), 1 / 4))
     for pairs in (4 * ids[:, :-1] + ids[:, 1:], 4 * ids[:-1] + ids[1:]):
         assert_follows(Counter(pairs.ravel().tolist()), dict.fromkeys(range(16), 1 / 16))
@@ -587,9 +472,9 @@ def test_draws_are_independent(tok):
 
 @pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(tok):
-    """First and second token of 4,000 continuations, against the float64 reference's own probabilities."""
+    """First and second token of 2,000 continuations, against the float64 reference's own probabilities."""
     t = tiny(4)
-    prompt, n = [11, 12, 13], 4000
+    prompt, n = [11, 12, 13], 2000
 
     def distribution(ids):
         logits = reference_logits(t.config, t.params, ids)[-1] / 0.8
@@ -609,9 +494,9 @@ def test_threads_do_not_disturb_each_other(tok, fairytale):
     model, tokenizer = fairytale
     t = tiny(n_positions=128)
     jobs = [
-        lambda: generate(model, tokenizer, ["Once", "The old man said"], max_tokens=12, seed=1),
-        lambda: generate(model, tokenizer, "A long time ago there", max_tokens=24, window=8, seed=2),
-        lambda: generate(t.model, tok, PROMPTS, max_tokens=60, seed=3),
+        lambda: generate(model, tokenizer, ["Once", "The old man said"], max_tokens=6, seed=1),
+        lambda: generate(model, tokenizer, "A long time ago there", max_tokens=12, window=8, seed=2),
+        lambda: generate(t.model, tok, PROMPTS, max_tokens=30, seed=3),
     ]
     alone = [ids_of(job()) for job in jobs]
     barrier, results = threading.Barrier(2 * len(jobs)), {}
@@ -633,16 +518,15 @@ def test_threads_do_not_disturb_each_other(tok, fairytale):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    "n_top, options",
     [
-        GREEDY,
-        {"temperature": 0.3, "top_k": 5, "repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": {3: 5.0}},
-        {**FLAT, "window": 3},
-        {**FLAT, "use_cache": False},
+        (0, GREEDY),
+        (4, dict(temperature=0.3, top_k=5, repetition_penalty=2.0, presence_penalty=1.0, logit_bias={3: 5.0})),
+        (1000, {**FLAT, "window": 3}),
+        (1, {**FLAT, "use_cache": False}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("n_top", [0, 4, 1000])
 def test_logprobs_are_the_models_own(tok, options, n_top):
     """Natural logarithms of the model's probabilities at temperature 1, whatever the token was chosen by."""
     t = tiny(6)
@@ -717,30 +601,10 @@ def test_logit_bias(tok):
     assert done.finish_reason == "eos"
     (free,) = generate(t.model, tok, [[1]], max_tokens=1, **GREEDY)
     (banned,) = generate(t.model, tok, [[1]], max_tokens=9, logit_bias={free.token_ids[0]: -math.inf}, **GREEDY)
-    assert free.token_ids[0] not in banned.token_ids
-    oracle = naive(
-        t.config,
-        t.params,
-        [1],
-        9,
-        adjust=lambda row, *_: np.where(np.arange(VOCAB) == free.token_ids[0], -math.inf, row),
-    )
-    assert left_out(banned, oracle) == 0
+    assert_greedy(t, [1], banned, 9, banned=free.token_ids)
 
 
 # ---- windows and context shifts ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
-def test_window_within_the_context(tok, window):
-    skipped = 0
-    for seed in range(2):
-        t = tiny(seed)
-        batch = generate(t.model, tok, PROMPTS, max_tokens=20, window=window, **GREEDY)
-        for prompt, done in zip(PROMPTS, batch, strict=True):
-            skipped += left_out(done, naive(t.config, t.params, prompt, 20, window=window))
-    assert skipped <= 20
 
 
 @pytest.mark.slow
@@ -754,7 +618,7 @@ def test_window_far_beyond_the_cache(tok, window):
     capacity = window + 63  # of which 63 are slack for prompts and drafts
     for prompt, done in zip(prompts, batch, strict=True):
         assert (len(done.token_ids), done.finish_reason) == (241 - len(prompt), "context")
-        assert_follows_reference(t, prompt, done, window)
+        assert_greedy(t, prompt, done, 1000, window=window, banned=[EOS])
         # 2 * n_layer * n_head * d_head * capacity * 4 bytes a row: bounded by the window, not by the text.
         assert done.timings.cache_bytes == 5 * 2 * 2 * 4 * 2 * capacity * 4
     (alone,) = generate(t.model, tok, [prompts[1]], max_tokens=30, window=window, ignore_eos=True, **GREEDY)
@@ -778,57 +642,21 @@ def test_the_cache_is_as_large_as_asked_for(tok, n_prompt, options, rows, capaci
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 3, 7])
-def test_context_shift(tok, keep):
-    """K05: A full context becomes its first `keep` ids and the last half of the others, encoded from position 0."""
-    skipped = total = 0
-    for seed in range(2):
-        t = tiny(seed)
-        for prompt in ([1, 2, 3], [5] * 16, list(range(30, 40))):
-            options = dict(max_tokens=45, context_shift=True, keep=keep, ignore_eos=True, **GREEDY)
-            (done,) = generate(t.model, tok, [prompt], **options)
-            assert (len(done.token_ids), done.finish_reason) == (45, "length")
-            oracle = naive(dict(t.config, eos_token_id=None), t.params, prompt, 45, keep=keep, adjust=without_eos)
-            skipped += left_out(done, oracle)
-            total += 45
-    assert skipped < total / 5
-
-
-def without_eos(logits, prompt, ids):
-    logits = logits.copy()
-    logits[EOS] = -math.inf
-    return logits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 3])
-@pytest.mark.parametrize("window", [None, 4])
-def test_rows_shift_at_different_times(tok, keep, window):
-    t = tiny(7)
+@pytest.mark.parametrize("keep, window", [(0, None), (3, 4), (7, None)])
+def test_context_shift(tok, keep, window):
+    """K05: a full context becomes its first `keep` ids and the last half of the others, encoded from position 0."""
     options = dict(max_tokens=40, context_shift=True, keep=keep, window=window, ignore_eos=True)
-    batch = generate(t.model, tok, [*PROMPTS, [8] * 16], **options, **GREEDY)
-    skipped = 0
-    for prompt, done in zip([*PROMPTS, [8] * 16], batch, strict=True):
-        oracle = naive(
-            dict(t.config, eos_token_id=None), t.params, prompt, 40, keep=keep, window=window, adjust=without_eos
-        )
-        skipped += left_out(done, oracle)
-    assert skipped < 40
-    # Sampled rows too are what they are beside others.
-    batch = generate(t.model, tok, PROMPTS, seed=1, **options, **FLAT)
-    for index, prompt in enumerate(PROMPTS):
-        others = [[9] * (1 + index)] * index
-        assert (
-            generate(t.model, tok, [*others, prompt], seed=1, **options, **FLAT)[-1].token_ids == batch[index].token_ids
-        )
+    for seed in range(2):
+        t, prompts = tiny(seed), [*PROMPTS, [8] * 16]  # rows that shift at different times
+        for prompt, done in zip(prompts, generate(t.model, tok, prompts, **options, **GREEDY), strict=True):
+            assert_greedy(t, prompt, done, 40, keep=keep, window=window, banned=[EOS])
 
 
 def test_a_shift_with_ends_and_smallest_contexts(tok):
     for n_positions in (1, 2, 3, 4):
         t = tiny(n_positions=n_positions)
         (done,) = generate(t.model, tok, [[1]], max_tokens=12, context_shift=True, ignore_eos=True, **GREEDY)
-        oracle = naive(dict(t.config, eos_token_id=None), t.params, [1], 12, keep=0, adjust=without_eos)
-        assert left_out(done, oracle) == 0
+        assert_greedy(t, [1], done, 12, keep=0, banned=[EOS])
     t = tiny()
     (done,) = generate(t.model, tok, [[0] * 15], context_shift=True, stop="fg", logits_processors=force("abcdefgh"))
     assert (done.text, done.finish_reason) == ("abcde", "stop")
@@ -869,7 +697,7 @@ def test_an_empty_prompt_starts_from_the_begin_of_text(tok):
     assert prompt_ids(t, tok, "") == [[44]]
     assert prompt_ids(t, tok, ["", [], "a"]) == [[44], [44], text_ids("a")]
     (done,) = generate(t.model, tok, "", max_tokens=6, **GREEDY)
-    assert left_out(done, naive(t.config, t.params, [44], 6)) == 0
+    assert_greedy(t, [44], done, 6)
     t = tiny(bos_token_id=None)
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         stream(t.model, tok, ["a", ""])

@@ -31,7 +31,7 @@ FILTERS = {
     "typical_p": dict(typical_p=0.8),
     "all": dict(top_k=8, top_p=0.95, min_p=0.02, typical_p=0.95, repetition_penalty=1.3, no_repeat_ngram_size=3),
 }
-V, N_TOKENS = 12, 24
+V, N_TOKENS = 12, 16
 N_SEEDS = int(os.environ.get("MINIGEN_SEEDS", 6))  # .ci/run sets 300, and so 8 for the bundled pair
 PROMPT = [3, 1, 4, 1, 5]
 OTHERS = [[1], [2, 7], [9, 2, 6, 5, 3, 5, 8], PROMPT[:3], [8, 8, 8, 8], [0], PROMPT[::-1]]
@@ -109,24 +109,20 @@ def reference_text(prompt, n, seed, number, options):
     ids = list(prompt)
     for _ in range(n):
         logits = ref_logits(MODEL.logits_of(tuple(ids)), ids, len(prompt), options)
-        if options["temperature"] == 0:
-            ids.append(int(np.argmax(logits)))
-            continue
         p = ref_softmax(logits)
         exponentials = [-math.log(u) for u in uniforms(V, seed, number, len(ids), 0)]
         ids.append(min((exponentials[x] / p[x], x) for x in range(V) if p[x] > 0)[1])
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_texts_are_those_of_the_definition(name, temperature):
-    options = OFF | FILTERS[name] | dict(temperature=temperature)
-    for seed in range(2):
-        done = generate(MODEL, LETTERS, [PROMPT, [7]], num_return_sequences=2, max_tokens=20, seed=seed, **options)
-        for row, completion in enumerate(done):
-            prompt, number = [PROMPT, [7]][row // 2], row % 2
-            assert completion.token_ids == reference_text(prompt, 20, seed, number, options)
+@pytest.mark.parametrize("filters", [*FILTERS.values(), dict(presence_penalty=0.7, frequency_penalty=0.3)], ids=str)
+def test_texts_are_those_of_the_definition(filters, temperature):
+    options = OFF | filters | dict(temperature=temperature, seed=1)
+    done = generate(MODEL, LETTERS, [PROMPT, [7]], num_return_sequences=2, max_tokens=12, **options)
+    for row, completion in enumerate(done):
+        prompt, number = [PROMPT, [7]][row // 2], row % 2
+        assert completion.token_ids == reference_text(prompt, 12, 1, number, options)
 
 
 def test_only_the_number_of_the_continuation_tells_rows_apart():
@@ -135,12 +131,6 @@ def test_only_the_number_of_the_continuation_tells_rows_apart():
     assert len(set(map(tuple, alone))) == 3 and alone[0] == token_ids([PROMPT], **options)
     twice = generate(MODEL, LETTERS, [PROMPT, [1, 2], PROMPT], num_return_sequences=3, **options)
     assert [done.token_ids for done in twice[:3]] == [done.token_ids for done in twice[6:]] == alone
-
-
-@pytest.mark.slow
-def test_other_seeds_give_other_texts():
-    texts = {tuple(token_ids([PROMPT], seed=seed, max_tokens=20, **OFF)) for seed in range(50)}
-    assert len(texts) == 50
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
@@ -173,12 +163,12 @@ def margin(model, prompt, ours, theirs, options):
     return quotients[best[1]] / quotients[best[0]] - 1, set(tokens[best].tolist()) == pair
 
 
-def check_bundled_pair(seeds, n, path, at_most):
+def check_bundled_pair(seeds, temperatures, n, path, at_most):
     (model, tokenizer), _ = pair = minigen.load(), minigen.load("distilfairytale")
     prompt = tokenizer.encode("The king said to his daughter")
     others = [tokenizer.encode("Once upon a time there was an old woman"[: 2 + 4 * i]) for i in range(7)]
     exceptions, n_tokens = Counter(), 0
-    for seed, temperature in itertools.product(seeds, TEMPERATURES):
+    for seed, temperature in itertools.product(seeds, temperatures):
         options = dict(temperature=temperature, seed=seed, top_p=(0.9, 1.0)[seed % 2], ignore_eos=True)
         plain = token_ids([prompt], model=(model, tokenizer), max_tokens=n, **options)
         for name, ids in ways(prompt, n, path, pair, others, (1, 4, 8), **options):
@@ -193,5 +183,5 @@ def check_bundled_pair(seeds, n, path, at_most):
 
 @pytest.mark.slow
 def test_the_bundled_pair_differs_only_at_near_ties_for_many_seeds(tmp_path):
-    seeds, n, at_most = ([0], 10, 1) if N_SEEDS < 300 else (range(8), 60, 8)
-    check_bundled_pair(seeds, n, tmp_path / "prompt", at_most)
+    seeds, temperatures, n, at_most = ([0], (0, 0.7), 8, 1) if N_SEEDS < 300 else (range(8), TEMPERATURES, 60, 8)
+    check_bundled_pair(seeds, temperatures, n, tmp_path / "prompt", at_most)
