@@ -1,6 +1,7 @@
 """Work shared among threads, and the linear layers that do so: results, errors, forks, exits, choice of layout."""
 
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -145,7 +146,6 @@ def test_a_task_may_share_in_turn(three_threads):
     assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -166,11 +166,14 @@ def test_a_task_may_share_in_turn(three_threads):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_the_number_of_threads(environment, expected):
+def test_the_number_of_threads(environment, expected, monkeypatch):
     """F18: values that are no number, or an absurd one."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = int(python("from minigen.engine.parallel import THREADS; print(THREADS)", **environment))
-    assert found == (expected or min(usable, 8))
+    assert runpy.run_path(threads.__file__)["THREADS"] == (expected or min(usable, 8))
 
 
 START = "import threading, minigen; assert threading.active_count() == 1;"
@@ -305,14 +308,16 @@ def test_one_row_has_the_same_digits_on_all_threads(shape, blocked):
 @pytest.mark.parametrize("blocked", [True, False])
 def test_linear_on_several_threads_is_the_same_product(three_threads, blocked):
     rng = np.random.default_rng(0)
-    matrix = rng.standard_normal((768, 1403)).astype(np.float32)
+    matrix, bias = rng.standard_normal((768, 1403)).astype(np.float32), rng.standard_normal(1403).astype(np.float32)
     weight = pack_weight(matrix, blocked)
-    for n_rows in (1, 2, 5, 16, 17, 31):
+    for n_rows in (1, 2, 5, 16, 17, 31, 40):
         x = rng.standard_normal((n_rows, 768)).astype(np.float32)
-        np.testing.assert_allclose(linear(x, weight), x.astype(float) @ matrix.astype(float), atol=5e-4)
+        with threads.single_threaded_blas():  # otherwise BLAS's threads share the product
+            found = linear(x, weight, bias)
+        np.testing.assert_allclose(found, x.astype(float) @ matrix.astype(float) + bias, atol=5e-4)
 
 
-def test_two_threads_may_use_one_weight_at_once(three_threads):
+def test_several_threads_may_use_one_weight_at_once(three_threads):
     rng = np.random.default_rng(0)
     matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
     weight = pack_weight(matrix, blocked=True)
@@ -320,16 +325,17 @@ def test_two_threads_may_use_one_weight_at_once(three_threads):
 
     def run(seed):
         own = np.random.default_rng(seed)
-        for _ in range(50):
+        for _ in range(30):
             x = own.integers(-3, 4, (own.integers(1, 12), 512)).astype(np.float32)
             if not np.array_equal(linear(x, weight), x @ matrix):
                 wrong.append(seed)
 
     runners = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join()
+    with threads.single_threaded_blas():
+        for runner in runners:
+            runner.start()
+        for runner in runners:
+            runner.join()
     assert not wrong
 
 
@@ -424,31 +430,16 @@ def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
     assert linear_module.weights_are_blocked.__wrapped__() is blocked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("asked", "blocked"), [("plain", False), ("blocks", True)])
-def test_minigen_linear_forces_a_layout(asked, blocked):
-    code = (
-        "import numpy as np; from minigen.engine.linear import pack_weight;"
-        "print(pack_weight(np.ones((100, 256), np.float32)).blocks is not None)"
-    )
-    assert python(code, MINIGEN_LINEAR=asked) == f"{blocked}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env", "allowed"),
-    [
-        ({"MINIGEN_LINEAR": "fast"}, "blocks, plain"),
-        ({"MINIGEN_LINEAR": "plain", "MINIGEN_BATCH_INVARIANT": "1"}, "with MINIGEN_BATCH_INVARIANT"),
-    ],
-    ids=str,
-)
-def test_another_value_of_minigen_linear_is_refused(env, allowed):
-    run = subprocess.run(
-        [sys.executable, "-m", "minigen", "a"], cwd=ROOT, env=os.environ | env, capture_output=True, text=True
-    )
-    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
-    assert "MINIGEN_LINEAR" in run.stderr and env["MINIGEN_LINEAR"] in run.stderr and allowed in run.stderr
+def test_minigen_linear_forces_a_layout_or_is_refused(monkeypatch):
+    chosen = linear_module.weights_are_blocked.__wrapped__
+    for asked, blocked in (("plain", False), ("blocks", True)):
+        monkeypatch.setenv("MINIGEN_LINEAR", asked)
+        assert chosen() is blocked
+    for asked, in_mode, allowed in (("fast", False, "blocks, plain"), ("plain", True, "with MINIGEN_BATCH_INVARIANT")):
+        monkeypatch.setenv("MINIGEN_LINEAR", asked)
+        monkeypatch.setattr(linear_module, "BATCH_INVARIANT", in_mode)
+        with pytest.raises(ValueError, match=f"MINIGEN_LINEAR is '{asked}';.*{allowed}"):
+            chosen()
 
 
 @pytest.mark.parametrize("n_in", [8, 100, 768, 1024, 1280, 1600, 3072, 4096, 6400, 20000])
