@@ -662,32 +662,37 @@ def test_end_of_text_and_stop_string_inside_a_block():
     assert check_ends(text_model(8, 1), max_tokens=12, stop=text[-3:] + "zz").text == text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_draft", [8, 16, 24])
-def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, monkeypatch):
-    """X07: a draft with a shorter context."""
-    model, draft = (text_model(8, 1, n_positions=n) for n in (16, n_draft))
-    begins, propose = [], ModelDrafter.propose
+@pytest.fixture
+def proposals(monkeypatch):
+    """A list to which each later call of `ModelDrafter.propose` adds (ids of the row, n_generated, k, its drafts)."""
+    calls, propose = [], ModelDrafter.propose
 
     def watched(self, row, k):
-        drafts = propose(self, row, k)
-        begins.append((k, len(drafts), row.n_generated, len(row.context)))
+        calls.append((list(row.ids), row.n_generated, k, drafts := propose(self, row, k)))
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", watched)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_draft", [8, 16, 24])
+def test_nothing_is_drafted_beyond_budget_and_contexts(n_draft, proposals):
+    """X07: a draft with a shorter context."""
+    model, draft = (text_model(8, 1, n_positions=n) for n in (16, n_draft))
     for n_prompt, max_tokens, k in itertools.product((1, 7, 12, 16), (1, 2, 40), (1, 4, 30)):
         prompt, options = [1] * n_prompt, dict(temperature=0, max_tokens=max_tokens)
-        begins.clear()
+        proposals.clear()
         plain = generate_one(model, Letters(8), prompt, **options)
         drafter = dict(draft_model=(draft, Letters(8)), num_draft_tokens=k)
         done = generate_one(model, Letters(8), prompt, **options, **drafter)
         assert outcome(done) == outcome(plain)
-        for asked, given_, n_generated, n_context in begins:
+        for ids, n_generated, asked, drafts in proposals:
             # A round may be all accepted, and then gives one token more.
-            assert given_ <= asked == min(k, max_tokens - n_generated - 1, 16 - n_context)
+            assert asked == min(k, max_tokens - n_generated - 1, 16 - len(ids)) > 0
             # What the draft model runs: the context and all but the last of what it proposes.
-            assert given_ == max(min(asked, n_draft - n_context + 1), 0)
-        assert done.speculation.drafted == sum(given_ for _, given_, _, _ in begins)
+            assert len(drafts) == max(min(asked, n_draft - len(ids) + 1), 0)
+        assert done.speculation.drafted == sum(len(drafts) for *_, drafts in proposals)
         assert plain.finish_reason == ("context" if n_prompt + max_tokens > 17 else "length")
 
 
@@ -774,40 +779,24 @@ def test_another_vocabulary_is_refused(byte_vocab, tmp_path, fairytale):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("V", "V_draft"), [(8, 10), (10, 8), (7, 8)])
-def test_vocabularies_of_other_sizes(V, V_draft, monkeypatch):
+def test_vocabularies_of_other_sizes(V, V_draft, proposals):
     """X07: added or padded tokens in one of the two."""
     target, shared = text_model(V, 1), min(V, V_draft)
     draft = LookupModel(near(target.logits_of, V_draft, 2), V_draft)
-    proposed, propose = [], ModelDrafter.propose
-
-    def watched(self, row, k):
-        drafts = propose(self, row, k)
-        proposed.extend(drafts)
-        return drafts
-
-    monkeypatch.setattr(ModelDrafter, "propose", watched)
     # The draft lacks the last id of this prompt if it is the smaller one.
     for prompt in ([1, 2], [1, V - 1, 2]):
         check_ends(target, (draft,), prompt, max_tokens=20)
         options = dict(draft_model=(draft, Letters(V)), max_tokens=20, seed=1, speculation_rule="rejection")
         assert max(generate_one(target, Letters(V), prompt, **OFF, **options).token_ids) < V
+    proposed = [draft for *_, drafts in proposals for draft in drafts]
     assert proposed and all(draft.token < shared and not draft.q[shared:].any() for draft in proposed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 63, 64, 300])
-def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, monkeypatch):
+def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part(size, proposals):
     config = tiny_config(vocab_size=257, n_positions=40)
     target, draft = (GPT2(GPT2Config.from_dict(config), tiny_params(config, seed, 0.3)) for seed in (1, 2))
-    row_texts, drafts, propose = [], [], ModelDrafter.propose
-
-    def watched(self, row, k):
-        found = propose(self, row, k)
-        row_texts.append(list(row.ids))
-        drafts.append(found)
-        return found
-
-    monkeypatch.setattr(ModelDrafter, "propose", watched)
     options = dict(temperature=1, top_p=1, max_tokens=20, seed=3, repetition_penalty=1.3)
     prompt = [256, 1, 2]  # the first id is outside a smaller vocabulary, and is read all the same
     done = generate_one(
@@ -815,8 +804,8 @@ def test_a_draft_with_part_of_its_vocabulary_draws_from_the_softmax_of_that_part
         num_draft_tokens=2, **options,
     )  # fmt: skip
     assert done.token_ids == generate_one(target, Letters(257), prompt, **options).token_ids
-    assert sum(map(len, drafts)) > 10
-    for ids, found in zip(row_texts, drafts, strict=True):
+    assert sum(len(drafts) for *_, drafts in proposals) > 10
+    for ids, _, _, found in proposals:
         if found:
             logits = draft.forward([ids])[0].astype(float)
             seen = sorted(set(ids))
