@@ -281,6 +281,14 @@ def test_chain_with_and_without_length_penalty(n_prompt, penalty, texts, scores)
     assert [score for _, score in found] == pytest.approx(scores, abs=1e-4)
 
 
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_chain_finds_the_best_of_all_texts(penalty):
+    """B02: against all texts."""
+    (score, _, ids), *_ = enumerate_all(logs(chain), ends_with((E,)), 6, penalty, "never", 2)[0]
+    best = search_chain(length_penalty=penalty, early_stopping="never")[0]
+    assert best == (CHAIN_LETTERS.decode(ids), pytest.approx(score, abs=1e-6))
+
+
 @pytest.mark.parametrize(
     "after_b, rule, expected",
     [
