@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from minigen.engine.sampler import log_softmax
-from minigen.engine.validation import is_int, require
-from minigen.options import check_loaded
+from minigen.engine.validation import is_int
+from minigen.options import check_loaded, require
 
 # Tokens per forward pass: their logits take 26 MB for GPT-2; those of its whole context would take 206 MB.
 CHUNK = 128

@@ -89,7 +89,7 @@ examples:
   minigen -m gpt2 "The capital of France is" --temperature 0 -n 20
   minigen -m gpt2 -f prompt.txt --num-beams 4
   minigen --prompts-file prompts.txt --json > texts.jsonl
-  minigen -i --speculative
+  minigen -i
   minigen --score LICENSE
 """
 
@@ -130,6 +130,7 @@ HINTS = {
     "--prompt": 'give the prompt without an option, as in minigen "Once upon a time"',
     "-p": 'give the prompt without an option, as in minigen "Once upon a time"',
     "--beam-size": "use --num-beams",
+    "--beam-width": "use --num-beams",
     "--num-samples": "use --num-return-sequences",
     "--assistant-model": "use --draft-model",
 }
