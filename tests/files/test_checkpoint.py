@@ -153,27 +153,16 @@ def test_one_tensor_under_both_names_is_refused(tmp_path, plain, shards):
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_mask_buffers_are_skipped_and_the_parameter_beside_them_is_not(tmp_path, plain, prefix):
-    """L02: old files carry masks, and c_attn.bias is none of them."""
+    """L02: old files carry masks, which do not make attention causal; c_attn.bias is none of them."""
     folder, config, params = plain
-    mask = np.tril(np.ones((1, 1, 16, 16)))
-    buffers = {
-        f"{prefix}h.0.attn.bias": mask.astype(bool),
-        f"{prefix}h.1.attn.bias": mask.astype(np.uint8),
-        f"{prefix}h.0.attn.masked_bias": np.array(-1e4, np.float32),
-        f"{prefix}h.1.attn.masked_bias": np.array(-1e4, np.float32),
-    }
+    mask = np.ones((1, 1, 16, 16))  # of which nothing may come: it hides no token
+    kinds = {"h.0.attn.bias": bool, "h.1.attn.bias": np.uint8}
+    buffers = {f"{prefix}{name}": mask.astype(kind) for name, kind in kinds.items()}
+    buffers |= {f"{prefix}h.{layer}.attn.masked_bias": np.array(-1e4, np.float32) for layer in range(2)}
     with_buffers = write_checkpoint(tmp_path, config, params, prefix=prefix, extra=buffers)
     assert all(np.abs(params[f"h.{layer}.attn.c_attn.bias"]).max() > 0.5 for layer in range(2))
     assert_equals_reference(read_in_silence(with_buffers), config, params)
     assert_same_logits(with_buffers, folder)
-
-
-@pytest.mark.parametrize("kind", [np.float16, np.float32])
-def test_a_mask_that_is_not_causal_changes_nothing(tmp_path, plain, kind):
-    """L02: the mask of the file is not what makes attention causal."""
-    folder, config, params = plain
-    buffers = {f"h.{layer}.attn.bias": np.ones((1, 1, 16, 16), kind) for layer in range(2)}
-    assert_same_logits(write_checkpoint(tmp_path, config, params, extra=buffers), folder)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model.", "_orig_mod.transformer."])
@@ -208,13 +197,6 @@ def test_an_untied_head_is_the_files_own(tmp_path, plain, prefix):
     assert np.abs(logits(model) - logits(read(folder))).max() > 0.1
 
 
-def test_an_untied_head_may_equal_the_embedding(tmp_path, plain):
-    folder, _, params = plain
-    config = tiny_config(tie_word_embeddings=False)
-    untied = write_checkpoint(tmp_path, config, params | {"lm_head.weight": params["wte.weight"]})
-    np.testing.assert_allclose(logits(read_in_silence(untied)), logits(read(folder)), atol=1e-5)
-
-
 @pytest.mark.parametrize("tie", [{}, {"tie_word_embeddings": True}], ids=["by default", "by config.json"])
 def test_a_needless_copy_of_a_tied_head_is_taken_in_silence(tmp_path, plain, tie):
     """L05: a tied head that is in the file as well."""
@@ -224,12 +206,6 @@ def test_a_needless_copy_of_a_tied_head_is_taken_in_silence(tmp_path, plain, tie
     assert model.head is model.params["wte.weight"]
     assert "lm_head.weight" not in model.params
     assert_same_logits(copied, folder)
-
-
-def test_an_untied_head_that_is_missing_is_named(tmp_path, plain):
-    """L05: an untied head that is not there."""
-    folder = write_checkpoint(tmp_path, tiny_config(tie_word_embeddings=False), plain[2])
-    refused(lambda: read(folder), "lm_head.weight", kind=ValueError)
 
 
 HEADS = {  # (dtype, shape, bytes) of a head that is not the embedding
@@ -256,18 +232,18 @@ def test_a_head_that_contradicts_a_tied_config_is_warned_of_and_not_used(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
-def test_a_large_head_is_compared_to_its_last_value(tmp_path, dtype):
-    config = tiny_config(vocab_size=2**17 + 1, n_layer=1)  # over a million values
+def test_a_large_head_is_compared_to_its_last_value(tmp_path):
+    config = tiny_config(vocab_size=2**17 + 1, n_layer=1)  # over a million values, which are read in two pieces
     params = tiny_params(config)
-    head = params["wte.weight"].copy()
-    read_in_silence(write_checkpoint(tmp_path, config, params | {"lm_head.weight": head}, dtype=dtype))
-    for row in (0, -1):
+    for row in (None, 0, -1):
         head = params["wte.weight"].copy()
-        head[row, row] += 1
-        folder = write_checkpoint(tmp_path, config, params | {"lm_head.weight": head}, dtype=dtype)
-        with pytest.warns(UserWarning, match=r"lm_head\.weight"):
+        if row is not None:
+            head[row, row] += 1
+        folder = write_checkpoint(tmp_path, config, params | {"lm_head.weight": head}, dtype="F16")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             read(folder)
+        assert ["lm_head.weight" in str(warning.message) for warning in caught] == [True] * (row is not None)
     (tmp_path / "model.safetensors").unlink()  # pytest would keep it
 
 
@@ -315,43 +291,33 @@ def test_a_wrong_shape_is_refused_with_name_and_both_shapes(tmp_path, plain, nam
 # ---- missing and superfluous tensors -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny_params(tiny_config()))
-def test_every_missing_tensor_is_named(tmp_path, plain, name):
-    """L12: a missing tensor that silently becomes zeros."""
-    _, config, params = plain
-    folder = write_checkpoint(tmp_path, config, {n: value for n, value in params.items() if n != name})
-    refused(lambda: read(folder), name, kind=ValueError)
+UNTIED = tiny_config(tie_word_embeddings=False)
 
 
-def test_missing_tensors_are_named_together(tmp_path, plain):
-    _, config, params = plain
-    gone = ["h.1.mlp.c_fc.bias", "wpe.weight", "ln_f.weight"]
-    folder = write_checkpoint(tmp_path, config, {name: value for name, value in params.items() if name not in gone})
+@pytest.mark.parametrize(
+    "gone", [*([name] for name in parameter_shapes(UNTIED)), ["h.1.mlp.c_fc.bias", "wpe.weight", "ln_f.weight"]]
+)
+def test_every_missing_tensor_is_named(tmp_path, gone):
+    """L05, L12: a missing tensor that silently becomes zeros, or an untied head that becomes the embedding."""
+    present = {name: value for name, value in tiny_params(UNTIED).items() if name not in gone}
+    folder = write_checkpoint(tmp_path, UNTIED, present)
     refused(lambda: read(folder), *gone, kind=ValueError)
 
 
-def test_a_config_with_a_layer_more_than_the_file_is_refused(tmp_path, plain):
-    """L12: more layers in the config than in the file."""
-    folder = write_checkpoint(tmp_path, tiny_config(n_layer=3), plain[2])
-    message = refused(lambda: read(folder), "h.2.", "more", kind=ValueError)
-    assert "h.1." not in message
+@pytest.mark.parametrize(("n_layer", "named", "unnamed"), [(3, "h.2.", "h.1."), (1, "h.1.", "h.0.")])
+def test_a_config_with_a_layer_more_or_less_than_the_file_is_refused(tmp_path, plain, n_layer, named, unnamed):
+    """L12: more layers in the config than in the file, and fewer."""
+    folder = write_checkpoint(tmp_path, tiny_config(n_layer=n_layer), plain[2])
+    message = refused(lambda: read(folder), named, "more", kind=ValueError)
+    assert unnamed not in message
     # The sentence stays one that can be read: some of the twelve are named, the rest are counted.
-    assert len(re.findall(r"h\.2\.", message)) + int(re.search(r"(\d+) more", message)[1]) == N_LAYER_NAMES
-
-
-def test_a_file_with_a_layer_more_than_the_config_is_refused(tmp_path, plain):
-    """L12: fewer layers in the config than in the file."""
-    folder = write_checkpoint(tmp_path, tiny_config(n_layer=1), plain[2])
-    message = refused(lambda: read(folder), "h.1.", "more", kind=ValueError)
-    assert "h.0." not in message
-    assert len(re.findall(r"h\.1\.", message)) + int(re.search(r"(\d+) more", message)[1]) == N_LAYER_NAMES
+    assert message.count(named) + int(re.search(r"(\d+) more", message)[1]) == N_LAYER_NAMES
 
 
 @pytest.mark.parametrize("name", ["h.0.crossattention.c_attn.weight", "h.1.attn.c_attn.lora_A", "wte.bias", "ln_f.x"])
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_a_tensor_that_would_change_the_model_is_refused(tmp_path, plain, name, prefix):
+def test_a_tensor_that_would_change_the_model_is_refused(tmp_path, plain, name):
     _, config, params = plain
-    folder = write_checkpoint(tmp_path, config, params, extra={prefix + name: np.ones(3, np.float32)})
+    folder = write_checkpoint(tmp_path, config, params, extra={f"transformer.{name}": np.ones(3, np.float32)})
     refused(lambda: read(folder), name, kind=ValueError)
 
 
@@ -403,32 +369,15 @@ def test_bfloat16_is_the_upper_half_of_a_float32(tmp_path, plain):
     assert np.signbit(found[7])
 
 
-def test_float16_keeps_its_smallest_and_largest_numbers(tmp_path, plain):
-    _, config, params = plain
-    extremes = np.array([2.0**-24, -(2.0**-14), 65504, -65504, np.inf, 1 + 2**-10, -0.0, 0.1], np.float16)
-    params = params | {"ln_f.bias": extremes}
-    model = read(write_checkpoint(tmp_path, config, params, dtype="F16"))
-    np.testing.assert_array_equal(model.params["ln_f.bias"], extremes.astype(np.float32))
-
-
-@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 1), ("F8_E5M2", 1), ("I32", 4), ("U8", 1), ("BOOL", 1)])
+@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 1), ("F8_E5M2", 1), ("I32", 4), ("U8", 1), ("F31", 4)])
 def test_a_dtype_that_cannot_be_read_is_refused_with_the_tensors_name(tmp_path, plain, dtype, size):
-    """L07: 8-bit floats and other dtypes."""
+    """L07: 8-bit floats, other dtypes, and one that does not exist."""
     params = plain[2]
     set_config(tmp_path)
     tensors = {name: ("F32", value.shape, to_bytes(value, "F32")) for name, value in params.items()}
     tensors["h.1.ln_2.weight"] = (dtype, (8,), bytes(8 * size))
     write_safetensors(tmp_path / "model.safetensors", tensors)
     refused(lambda: read(tmp_path), "h.1.ln_2.weight", dtype, kind=ValueError)
-
-
-def test_a_dtype_that_does_not_exist_is_refused(tmp_path, plain):
-    """L07: a dtype that does not exist."""
-    header, data = layout(plain[2])
-    header["ln_f.bias"]["dtype"] = "F31"
-    set_config(tmp_path)
-    raw_file(tmp_path, header, data)
-    refused(lambda: read(tmp_path), "ln_f.bias", "F31", kind=ValueError)
 
 
 def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path):
@@ -455,16 +404,6 @@ def test_half_precision_files_run_in_float32_and_never_leak_the_future(tmp_path)
         other = model.forward(ids[None], last_only=False)[0]
         np.testing.assert_array_equal(other[:changed], found[:changed])
         assert (other[changed] != found[changed]).any()
-
-
-def test_a_float16_checkpoint_equals_the_reference_on_its_rounded_weights(tmp_path, plain):
-    """L16: float16 all the way."""
-    _, config, params = plain
-    stored = {name: rounded(value, "F16") for name, value in params.items()}
-    folder = write_checkpoint(tmp_path, config, params, dtype="F16")
-    assert_equals_reference(read(folder), config, stored)
-    # Rounding shows at the tolerance of the comparison.
-    assert np.abs(reference_logits(config, stored, IDS) - reference_logits(config, params, IDS)).max() > 1e-4
 
 
 # ---- damaged safetensors files -----------------------------------------------------------------------------------
@@ -517,12 +456,11 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab29
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_pointer_of_git_lfs_is_called_one(tmp_path, plain, shards, newline):
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path, plain, shards):
     """F26: a repository that was cloned without its large files."""
     folder = write_checkpoint(tmp_path, plain[1], plain[2], shards=shards)
     path = max(folder.glob("*.safetensors"))
-    path.write_bytes(POINTER.replace("\n", newline).encode())
+    path.write_text(POINTER)
     refused(lambda: read(folder), path, "Git LFS pointer", "git lfs pull")
 
 
@@ -553,15 +491,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path, plain
     refused(lambda: dict(tensors), tmp_path / "model.safetensors", "truncated")
 
 
-def test_a_damaged_shard_is_refused_by_name(tmp_path, plain):
-    """L09: a shard cut off."""
-    _, config, params = plain
-    folder = write_checkpoint(tmp_path, config, params, shards=3)
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-    refused(lambda: read(folder), path)
-
-
 F32 = {"dtype": "F32"}
 LYING_HEADERS = {  # one- and two-tensor files: header, bytes of data
     "a shape beyond its bytes": ({"a": F32 | {"shape": [1000, 1000], "data_offsets": [0, 16]}}, 16),
@@ -569,6 +498,10 @@ LYING_HEADERS = {  # one- and two-tensor files: header, bytes of data
     "one range for two": ({n: F32 | {"shape": [4], "data_offsets": [0, 16]} for n in "ab"}, 16),
     "a hole": (
         {"a": F32 | {"shape": [1], "data_offsets": [0, 4]}, "b": F32 | {"shape": [1], "data_offsets": [8, 12]}},
+        12,
+    ),
+    "an overlap": (
+        {"a": F32 | {"shape": [2], "data_offsets": [0, 8]}, "b": F32 | {"shape": [2], "data_offsets": [4, 12]}},
         12,
     ),
     "not from the start": ({"a": F32 | {"shape": [1], "data_offsets": [4, 8]}}, 8),
@@ -610,74 +543,8 @@ def test_a_header_that_lies_is_refused(tmp_path, header, n_bytes):
         assert re.search("[`'][ab][`']", message) or sizes
 
 
-def range_too_short(header, data):
-    """wte keeps its shape but has only half of its bytes; who believes the shape reads on into the next tensor."""
-    begin, end = header["wte.weight"]["data_offsets"]
-    middle = (begin + end) // 2
-    header["wte.weight"]["data_offsets"] = [begin, middle]
-    move_later_tensors(header, end, middle - end)
-    return header, data[:middle] + data[end:]
-
-
-def range_shared(header, data):
-    """One layer's bias is the other's, and its own bytes are gone: the file is covered, but twice in one place."""
-    begin, end = header["h.1.attn.c_attn.bias"]["data_offsets"]
-    header["h.1.attn.c_attn.bias"]["data_offsets"] = header["h.0.attn.c_attn.bias"]["data_offsets"]
-    move_later_tensors(header, end, begin - end)
-    return header, data[:begin] + data[end:]
-
-
-def ranges_overlap(header, data):
-    """Everything behind ln_f.bias begins 4 bytes early."""
-    move_later_tensors(header, header["ln_f.bias"]["data_offsets"][1], -4)
-    return header, data[:-4]
-
-
-def range_with_hole(header, data):
-    end = header["ln_f.bias"]["data_offsets"][1]
-    move_later_tensors(header, end, 4)
-    return header, data[:end] + bytes(4) + data[end:]
-
-
-def range_reversed(header, data):
-    header["wpe.weight"]["data_offsets"].reverse()
-    return header, data
-
-
-def name_twice_in_one_place(header, data):
-    entry = json.dumps({"wte.weight": header["wte.weight"]})
-    return entry[:-1] + "," + json.dumps(header)[1:], data
-
-
-def name_twice_in_two_places(header, data):
-    end = header["wte.weight"]["data_offsets"][1]
-    first = {"wte.weight": header["wte.weight"] | {"data_offsets": [len(data), len(data) + end]}}
-    return json.dumps(first)[:-1] + "," + json.dumps(header)[1:], data + data[:end]
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        range_too_short,
-        range_shared,
-        ranges_overlap,
-        range_with_hole,
-        range_reversed,
-        name_twice_in_one_place,
-        name_twice_in_two_places,
-    ],
-)
-def test_a_whole_checkpoint_with_a_header_that_lies_is_refused(tmp_path, plain, lie):
-    """L10: offsets that lie where all names and shapes are right."""
-    # Every name and shape is right here, so that only the check of the ranges can tell.
-    set_config(tmp_path)
-    header, data = lie(*layout({"wte.weight": plain[2]["wte.weight"]} | plain[2]))
-    raw_file(tmp_path, header, data)
-    refused(lambda: read(tmp_path), tmp_path / "model.safetensors")
-
-
 def test_unusual_but_correct_headers_are_read(tmp_path, plain):
-    """L10: rare but right headers must not be refused."""
+    """L10: rare but right headers must not be refused, nor data that is not aligned."""
     _, config, params = plain
     set_config(tmp_path)
     header, data = layout(params)
@@ -701,17 +568,8 @@ def test_unusual_but_correct_headers_are_read(tmp_path, plain):
     check(nothing | header)
     number = {"h.0.attn.masked_bias": {"dtype": "F16", "shape": [], "data_offsets": [len(data), len(data) + 2]}}
     check(header | number, data + b"\x00\x3c")  # an even length of 2, so nothing is aligned to 4
-
-
-def test_tensors_behind_an_odd_number_of_bytes_are_read(tmp_path, plain):
-    """L10: data that is not aligned."""
-    _, config, params = plain
-    set_config(tmp_path)
-    header, data = layout(params)
-    move_later_tensors(header, 0, 3)
-    header = {"h.0.attn.bias": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}} | header
-    raw_file(tmp_path, header, b"abc" + data)
-    assert_equals_reference(read_in_silence(tmp_path), config, params)
+    move_later_tensors(header, 0, 3)  # nor to 2
+    check({"h.0.attn.bias": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}} | header, b"abc" + data)
 
 
 @pytest.mark.slow
@@ -729,8 +587,7 @@ def test_a_header_of_many_names_takes_no_time(tmp_path, plain):
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-@pytest.mark.parametrize("shards", [2, 3, 28])
+@pytest.mark.parametrize(("shards", "prefix"), [(2, ""), (3, "transformer."), (28, "")])
 def test_shards_are_one_checkpoint(tmp_path, plain, shards, prefix):
     folder, config, params = plain
     sharded = write_checkpoint(tmp_path, config, params, shards=shards, prefix=prefix)
@@ -750,32 +607,10 @@ def test_shards_may_have_any_name(tmp_path, plain):
     assert_same_logits(sharded, folder)
 
 
-@pytest.mark.parametrize("where", ["as it is", ".", "relative"])
-def test_shards_are_found_from_any_working_directory(tmp_path, plain, monkeypatch, where):
-    folder, config, params = plain
-    sharded = write_checkpoint(tmp_path / "x", config, params, shards=2)
-    if where == ".":
-        monkeypatch.chdir(sharded)
-        sharded = Path(".")
-    elif where == "relative":
-        monkeypatch.chdir(tmp_path)
-        sharded = "x"
-    assert_same_logits(sharded, folder)
-
-
 def test_a_missing_shard_is_named(tmp_path, plain):
     folder = write_checkpoint(tmp_path, plain[1], plain[2], shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
     refused(lambda: read(folder), "model-00002-of-00003.safetensors", kind=OSError)
-
-
-def test_a_tensor_that_no_shard_holds_is_named(tmp_path, plain):
-    _, config, params = plain
-    folder = write_checkpoint(tmp_path, config, {n: p for n, p in params.items() if n != "ln_f.bias"}, shards=2)
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["ln_f.bias"] = "model-00001-of-00002.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-    refused(lambda: read(folder), "ln_f.bias", kind=ValueError)
 
 
 def edit_map(folder, **moved):
@@ -869,17 +704,14 @@ def test_a_missing_config_is_named(tmp_path, plain):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b'{"n_layer": 2,}', b"\xff\xfe{}", b'{"a": "\xff"}', b"[" * 100_000, b"1" * 5000, b"gpt2", b"\0"],
+    [
+        *(b"", b"{", b'{"n_layer": 2,}', b"\xff\xfe{}", b'{"a": "\xff"}', b"[" * 100_000, b"1" * 5000, b"gpt2", b"\0"),
+        *(b"[1]", b'["model_type"]', b'"gpt2"', b"3", b"null", b"NaN", b"[]"),
+    ],
     ids=lambda content: repr(content[:20]),
 )
-def test_a_config_that_is_not_json_is_refused_by_name(tmp_path, content):
+def test_a_config_that_is_not_json_or_not_an_object_is_refused_by_name(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
-    refused(lambda: load_config(tmp_path), tmp_path / "config.json", kind=ValueError)
-
-
-@pytest.mark.parametrize("content", ["[1]", '["model_type"]', '"gpt2"', "3", "null", "NaN", "[]"])
-def test_a_config_that_is_not_an_object_is_refused_by_name(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
     refused(lambda: load_config(tmp_path), tmp_path / "config.json", kind=ValueError)
 
 
@@ -889,7 +721,7 @@ def test_a_value_nested_as_deep_as_the_parser_allows_is_refused(tmp_path, plain,
     """F18: what can just be parsed may be too deep to be printed in the message."""
     folder = shutil.copytree(plain[0], tmp_path / "deep")
     limit = sys.getrecursionlimit()
-    for depth in (*range(limit - 250, limit), 100_000):
+    for depth in (*range(limit - 250, limit, 5), 100_000):
         text = json.dumps(tiny_config() | {"eos_token_id": "deep"}).replace('"deep"', "[" * depth + "]" * depth)
         (folder / name).write_text(text)
         refused(lambda: load_config(folder), folder / name, kind=ValueError)
@@ -1149,9 +981,9 @@ for size in sizes:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="memory is limited with Linux's /proc")
-@pytest.mark.parametrize("names", [["vocab_size", "n_positions", "n_embd", "n_inner"], ["n_layer"]], ids=", ".join)
-def test_huge_sizes_are_refused_without_taking_time_or_memory(tmp_path, plain, names):
+def test_huge_sizes_are_refused_without_taking_time_or_memory(tmp_path, plain):
     folder = write_checkpoint(tmp_path, plain[1], plain[2])
+    names = ["vocab_size", "n_positions", "n_embd", "n_inner", "n_layer"]
     sizes = [{name: size} for name in names for size in (10**9, 10**30)]
     command = [sys.executable, "-c", SIZES_SCRIPT, folder, json.dumps(sizes)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -1253,21 +1085,14 @@ def test_a_bundled_model_is_loaded_by_name(name, tmp_path, monkeypatch):
     assert np.abs(found - reference_logits(config, params, ids)).max() < 1e-4
 
 
-def test_the_default_is_the_bundled_fairytale(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [None, "fairytale"])
+def test_the_default_is_the_bundled_fairytale_and_not_the_working_directorys(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
+    if name:
+        Path(name).mkdir()
     model, _ = minigen.load()
     assert resolve_checkpoint() == resolve_checkpoint(None) == WEIGHTS / "fairytale"
     np.testing.assert_array_equal(model.params["wpe.weight"], stored_params(WEIGHTS / "fairytale")["wpe.weight"])
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_default_is_not_looked_for_in_the_working_directory(tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
-    if kind == "file":
-        Path("fairytale").write_text("Once upon a time")
-    else:
-        Path("fairytale").mkdir()
-    assert resolve_checkpoint(None) == WEIGHTS / "fairytale"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "fairytale", "openai-community/gpt2"])
@@ -1313,13 +1138,11 @@ class Bomb:
         return Path.write_text, (self.path, "boom")
 
 
-@pytest.mark.parametrize("beside", [[], ["training_args.bin"], ["optimizer.bin", "scheduler.bin", "a.bin", "z.bin"]])
-def test_a_folder_with_only_a_pickle_is_told_how_to_convert_it(byte_checkpoint, tmp_path, beside):
-    """C08: no weights in safetensors form."""
-    config = byte_checkpoint[1]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_a_folder_with_only_a_pickle_is_told_how_to_convert_it(byte_checkpoint, tmp_path):
+    """C08: no weights in safetensors form; a pickle is not opened, and other files with its ending are not named."""
+    (tmp_path / "config.json").write_text(json.dumps(byte_checkpoint[1]))
     write_byte_vocab(tmp_path)
-    for name in ["pytorch_model.bin", *beside]:
+    for name in ("pytorch_model.bin", "optimizer.bin", "z.bin"):
         (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "boom")))
     words = ("model.safetensors", "pytorch_model.bin", "pickle", "convert", "transformers", "save_pretrained", tmp_path)
     refused(lambda: minigen.load(tmp_path), *words, kind=OSError)
@@ -1473,9 +1296,9 @@ def write_cache(cache):
             (top / "trees" / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": listing}))
 
 
-@pytest.fixture(scope="module", params=["offline", "connection refused"])
-def hub_run(request, tmp_path_factory, byte_checkpoint):
-    """What loading each name gave in a process without network: (name -> result, cache folder, "offline" or not)."""
+@pytest.fixture(scope="module")
+def hub_run(tmp_path_factory, byte_checkpoint):
+    """What loading each name gave in a process without network: (name -> result, cache folder)."""
     home = tmp_path_factory.mktemp("hub")
     cache = home / "hub"
     write_cache(cache)
@@ -1488,8 +1311,8 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
     write_tokenizer_json(only_json)
     ours = re.compile(r"HF_.*|HUGGING.*|TIKTOKEN.*|XDG_.*|.*_PROXY|PYTHONPATH", re.IGNORECASE)
     env = {key: value for key, value in os.environ.items() if not ours.fullmatch(key)}
-    env |= {"HOME": str(home), "TIKTOKEN_CACHE_DIR": str(home / "tiktoken"), "PYTHONPATH": str(ROOT)}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)} if request.param == "offline" else {"HF_HOME": str(home)}
+    env |= {"HOME": str(home), "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env |= {"TIKTOKEN_CACHE_DIR": str(home / "tiktoken")}
     (home / "tiktoken").mkdir()
     local = [str(byte_checkpoint[0]), str(only_json)]
     names = [*local, "fairytale", "nosuch", *CACHED, *INCOMPLETE, "a..b/c--d", "someone/neo"]
@@ -1499,7 +1322,7 @@ def hub_run(request, tmp_path_factory, byte_checkpoint):
     results = json.loads(run.stdout)
     results["a folder"], results["tokenizer.json"] = (results[name] for name in local)
     assert run.stderr == ""
-    return results, cache, request.param == "offline"
+    return results, cache
 
 
 @pytest.mark.slow
@@ -1519,20 +1342,17 @@ def test_a_cached_model_is_loaded_without_the_network(hub_run, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INCOMPLETE)
-def test_a_model_that_is_not_all_in_the_cache_is_refused_in_one_line(hub_run, name):
-    results, cache, offline = hub_run
+def test_a_model_that_is_not_all_in_the_cache_is_refused_in_one_line(hub_run, name, monkeypatch):
+    """C01: it is asked for, unless HF_HUB_OFFLINE is set, as it is in these tests' own process."""
+    results, cache = hub_run
     result, (repo, _) = results[name], INCOMPLETE[name]
-    assert result["error"] is not None
-    assert "OSError" in result["kind"]
-    assert "\n" not in result["error"]
-    assert repo in result["error"]
-    assert str(cache) in result["error"]
-    if offline:
-        assert "HF_HUB_OFFLINE" in result["error"]
-        assert result["calls"] == 0
-    else:
-        assert "HF_HUB_OFFLINE is set" not in result["error"]
-        assert result["calls"] > 0  # it was asked for
+    assert "OSError" in result["kind"] and "\n" not in result["error"]
+    assert repo in result["error"] and str(cache) in result["error"]
+    assert "HF_HUB_OFFLINE is set" not in result["error"] and result["calls"] > 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("socket.socket", None)
+    monkeypatch.setattr("socket.getaddrinfo", None)
+    refused(lambda: resolve_checkpoint(name), repo, cache, "HF_HUB_OFFLINE is set", kind=OSError)
 
 
 @pytest.mark.slow
@@ -1548,20 +1368,12 @@ def test_what_lies_on_disk_needs_neither_network_nor_hub_library(hub_run, byte_c
 
 
 @pytest.mark.slow
-def test_a_name_that_the_hub_cannot_have_is_refused(hub_run):
-    result = hub_run[0]["a..b/c--d"]
+@pytest.mark.parametrize(("name", "named"), [("a..b/c--d", "a..b/c--d"), ("someone/neo", "gpt_neo")])
+def test_a_name_that_the_hub_cannot_have_and_another_kind_of_model_are_refused(hub_run, name, named):
+    result = hub_run[0][name]
     assert {"OSError", "ValueError"} & set(result["kind"])
-    assert "a..b/c--d" in result["error"]
-    assert "\n" not in result["error"]
+    assert named in result["error"] and "\n" not in result["error"]
     assert result["calls"] == 0
-
-
-@pytest.mark.slow
-def test_a_cached_model_of_another_kind_is_refused_for_what_it_is(hub_run):
-    result = hub_run[0]["someone/neo"]
-    assert {"OSError", "ValueError"} & set(result["kind"])
-    assert "gpt_neo" in result["error"]
-    assert "\n" not in result["error"]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -1591,7 +1403,7 @@ def heavy():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is measured with Linux's /proc")
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "F32 in shards", "F32 with a copy of the head"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32 in shards with a copy of the head"])
 def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, heavy, kind):
     config, params = heavy
     size = sum(value.nbytes for value in params.values())
@@ -1612,102 +1424,25 @@ def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, 
 # ---- anything at all ---------------------------------------------------------------------------------------------
 
 
-def mutated(data, rng):
-    """The bytes with one to three small changes."""
-    data = bytearray(data)
-    for _ in range(rng.randint(1, 3)):
-        at, length = rng.randrange(len(data) + 1), rng.choice([1, 1, 1, 2, 4, 8])
-        change = rng.randrange(6)
-        if change == 0 and at < len(data):
-            data[at] ^= 1 << rng.randrange(8)
-        elif change == 1:
-            del data[at : at + length]
-        elif change == 2:
-            data[at:at] = rng.randbytes(length)
-        elif change == 3:
-            data[at:at] = data[at : at + length]
-        elif change == 4 and at < len(data):
-            data[at] = rng.choice(b'0123456789"{}[]:,.-eEnN\\ \0\xff')
-        else:  # swap two spans
-            other = rng.randrange(len(data) + 1)
-            data[at : at + length], data[other : other + length] = data[other : other + length], data[at : at + length]
-    return bytes(data)
-
-
-def model_or_refusal(folder):
-    """The model, or None where it was refused as it should be; any other exception goes through."""
-    try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore", UserWarning)
-            model = read(folder)
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            shapes = parameter_shapes(config)
-            assert {name: value.shape for name, value in as_stored(model).items()} == shapes
-            assert {value.dtype for value in as_stored(model).values()} == {np.dtype(np.float32)}
-            assert model.forward([[0]]).shape == (1, model.config.vocab_size)
-    except (ValueError, OSError) as error:
-        assert str(error)
-        return None
-    return model
-
-
-@pytest.fixture
-def small(tmp_path):
-    config = tiny_config(vocab_size=5, n_positions=3, n_embd=2, n_layer=1, n_head=1)
-    return write_checkpoint(tmp_path, config, tiny_params(config))
-
-
-def test_a_mutated_safetensors_file_gives_a_model_or_a_refusal(small):
-    path = small / "model.safetensors"
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    rng = random.Random(1)
-    outcomes = []
-    for round in range(600):
-        if round % 3 == 0:  # anywhere, the header's length included
-            changed = mutated(data, rng)
-        else:  # in the header, which is then given its right length, to come past the first check
-            header = mutated(data[8 : 8 + size], rng)
-            changed = len(header).to_bytes(8, "little") + header + data[8 + size :]
-        path.write_bytes(changed)
-        try:
-            outcomes.append(model_or_refusal(small) is not None)
-        except BaseException:
-            print("the file was", changed)
-            raise
-    assert 10 < sum(outcomes) < len(outcomes) - 10
-
-
-def test_a_mutated_config_gives_a_model_or_a_refusal(small):
-    path = small / "config.json"
-    data = path.read_bytes()
-    rng = random.Random(2)
-    outcomes = []
-    for _ in range(500):
-        changed = mutated(data, rng)
-        path.write_bytes(changed)
-        try:
-            outcomes.append(model_or_refusal(small) is not None)
-        except BaseException:
-            print("the file was", changed)
-            raise
-    assert 10 < sum(outcomes) < len(outcomes) - 10
-
-
 @pytest.mark.slow
-def test_any_value_of_any_key_of_config_json_gives_a_model_or_a_refusal(small):
-    path = small / "config.json"
-    good = json.loads(path.read_text())
-    keys = [*good, *FLAGS, "n_inner", "tie_word_embeddings", "add_cross_attention"]
+def test_any_value_of_any_key_of_config_json_gives_a_model_or_a_refusal(tmp_path):
+    config = tiny_config(vocab_size=5, n_positions=3, n_embd=2, n_layer=1, n_head=1)
+    folder = write_checkpoint(tmp_path, config, tiny_params(config))
+    keys = [*config, *FLAGS, "n_inner", "tie_word_embeddings", "add_cross_attention"]
     numbers = [0, 1, -1, 2, 3, 10**3, -(10**18), 10**400, 0.0, -0.0, 0.5, 1e300, NAN, INF]
     values = [*numbers, None, True, False, "", "gpt2", "gelu", "\ud800", "a\n", [], [0], [[]], [10**400], {}, {"a": 1}]
-    faults = []
+    outcomes = set()
     for key, value in itertools.product(keys, values):
         if key == "n_layer" and value == 10**400:
             continue  # the test of huge sizes tries such, within limits
-        path.write_text(json.dumps(good | {key: value}))
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
         try:
-            model_or_refusal(small)
-        except BaseException as error:
-            faults.append(f"{key} = {str(value)[:20]}: {error!r}")
-    assert not faults
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore", UserWarning)
+                model = read(folder)
+                assert model.forward([[0]]).shape == (1, model.config.vocab_size)
+            outcomes.add("loaded")
+        except (ValueError, OSError) as error:
+            assert str(error), (key, value)
+            outcomes.add("refused")
+    assert outcomes == {"loaded", "refused"}

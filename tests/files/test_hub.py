@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from minigen.files.hub import resolve_checkpoint
 from tests.oracles.reference import reference_logits
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
@@ -208,26 +209,22 @@ def anonymous(hub, home):
     return results
 
 
-def test_a_download_and_then_the_cache(hub, home, anonymous):
-    """C04, F25: a rejected token is not needed for a public or cached model; an interrupted download is completed."""
+def test_a_download_and_then_the_cache(hub, home, anonymous, monkeypatch):
+    """C03, C04, F25: a rejected token is not needed for a public or cached model; an interrupted download is completed.
+
+    There are no symbolic links this time: files are then copied or moved into the cache, and are found there.
+    """
     assert_loaded(anonymous["some/good"])
     asked = len(hub.requests)
     hub.working = True
     # With the token that the hub refuses, and a model that needs none because it is there; and the second try of what
     # was interrupted.
-    names = [
-        "some/good",
-        "some/public",
-        "some/missing_with_token",
-        "some/dropped",
-        "some/half_config",
-        "some/half_tokens",
-    ]
-    results, warned = load_all(environment(hub, home, HF_TOKEN=TOKEN + "\n"), *names)
-    for name in ("some/good", "some/public", "some/dropped"):
+    public, halves = ["some/public", "some/dropped"], ["some/half_config", "some/half_tokens"]
+    env = environment(hub, home, HF_TOKEN=TOKEN + "\n", WITHOUT_LINKS="1", HF_HUB_DISABLE_SYMLINKS_WARNING="1")
+    results, warned = load_all(env, "some/good", "some/missing_with_token", *public, *halves)
+    for name in ("some/good", *public, *halves):
         assert_loaded(results[name])
-    for name in ("some/half_config", "some/half_tokens"):
-        assert_loaded(results[name])
+    for name in halves:
         assert (results[name]["eos"], results[name]["ids"]) == ([256, 66], [0, 300])
     assert not any(repo == "some/good" for _, repo, *_ in hub.requests[asked:])
     assert any(token for _, repo, _, token in hub.requests if repo == "some/public")
@@ -235,16 +232,10 @@ def test_a_download_and_then_the_cache(hub, home, anonymous):
     assert "refused your token" in warning and "hf auth login" in warning
     error = results["some/missing_with_token"]["error"]
     assert "no model" in error and "refused your token" in error and "HF_TOKEN" in error
-
-
-def test_a_download_where_there_are_no_symbolic_links(hub, tmp_path):
-    """C03: the files are then copied or moved into the cache, and are found there."""
-    env = environment(hub, tmp_path / "ein Örtchen", WITHOUT_LINKS="1", HF_HUB_DISABLE_SYMLINKS_WARNING="1")
-    assert_loaded(load_all(env, "some/good")[0]["some/good"])
-    asked = len(hub.requests)
-    assert_loaded(load_all(env | {"HF_HUB_OFFLINE": "1"}, "some/good")[0]["some/good"])
-    assert len(hub.requests) == asked
-    assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))  # this process is offline
+    folder = resolve_checkpoint("some/public")
+    assert home in folder.parents and not any(path.is_symlink() for path in folder.iterdir())
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ reference. Files are taken apart and put together here by hand, from the descrip
 """
 
 import functools
-import itertools
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
 from minigen.engine.decode import PrefixCache, Run
 from minigen.files import prompt_cache
 from minigen.options import DecodingConfig, SamplingConfig
-from tests.golden.make_logits import stored_params
 from tests.oracles.reference import layer_norm, reference_logits
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint, write_safetensors
 
@@ -150,6 +148,10 @@ SECOND = {
 }
 
 
+# With each decoder but the first, these prompts are enough: what is reused does not depend on how tokens are chosen.
+SOME = ["identical", "extended", "shortened by one", "diverging", "as long as the context"]
+
+
 def options_of(name, tok, draft):
     options = {"max_tokens": 6, "ignore_eos": True} | DECODERS[name]
     return options | ({"draft_model": (draft.model, tok)} if "draft_model" in options else {})
@@ -158,7 +160,9 @@ def options_of(name, tok, draft):
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_warm_equals_cold(tok, file, monkeypatch, decoder):
-    t, options = tiny(), options_of(decoder, tok, tiny(1, n_layer=1))
+    """The ids of a run without a file, and only new tokens are run; the file may be another decoder's."""
+    t, draft = tiny(), tiny(1, n_layer=1)
+    options = options_of(decoder, tok, draft)
     speculates = bool({"prompt_lookup_num_tokens", "draft_model"} & set(options))
     tokens = watch(monkeypatch, t.model)
     cold = generate(t.model, tok, [FIRST], **options)
@@ -166,8 +170,12 @@ def test_warm_equals_cold(tok, file, monkeypatch, decoder):
     assert outcome(generate(t.model, tok, [FIRST], cache=file, **options)) == outcome(cold)
     assert tokens[0] == len(FIRST) - speculates
     assert ids_in(file) == FIRST
+    file.unlink()
+    other = [*DECODERS][[*DECODERS].index(decoder) - 1]
+    generate(t.model, tok, [FIRST], cache=file, **options_of(other, tok, draft))
     first = file.read_bytes()
-    for name, (prompt, common) in SECOND.items():
+    for name in SECOND if decoder == "greedy" else SOME:
+        prompt, common = SECOND[name]
         # The last token is run in any case, for its logits; by speculation together with the first drafts.
         n_run = len(prompt) - speculates
         reused = min(common, len(prompt) - 1)
@@ -185,29 +193,6 @@ def test_warm_equals_cold(tok, file, monkeypatch, decoder):
         else:
             assert ids_in(file) == prompt
         assert os.listdir(file.parent) == [file.name]
-
-
-@pytest.mark.slow
-def test_one_file_serves_all_decoders_in_any_order(tok, file):
-    t, draft = tiny(2), tiny(3, n_layer=1)
-    rng = np.random.default_rng(0)
-    known, reused = [], 0
-    for step in range(80):
-        # Of prompts over two ids, many begin alike.
-        prompt = rng.integers(2, size=rng.integers(1, 24)).tolist()
-        if step % 3 and known:
-            prompt = known[: rng.integers(1, len(known) + 1)] + prompt[: rng.integers(0, 8)]
-        name = list(DECODERS)[rng.integers(len(DECODERS))]
-        options = options_of(name, tok, draft) | {"max_tokens": 4}
-        cold = generate(t.model, tok, [prompt], **options)
-        warm = generate(t.model, tok, [prompt], cache=file, **options)
-        assert outcome(warm) == outcome(cold), (step, name)
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, prompt, strict=False)))
-        assert warm[0].timings.reused_tokens == min(common, len(prompt) - 1)
-        reused += warm[0].timings.reused_tokens
-        known = known if known[: len(prompt)] == prompt else prompt
-        assert not file.exists() or ids_in(file) == known
-    assert reused > 300
 
 
 def prefill(model, ids, file):
@@ -244,24 +229,12 @@ def test_logits_after_a_restore_are_the_references(file, overrides):
         assert np.abs(np.concatenate([logits, later, *steps]) - expected).max() < 1e-4
 
 
-@pytest.mark.slow
-def test_logits_of_the_bundled_model_after_a_restore(file):
-    config = json.loads((ROOT / "weights" / "fairytale" / "config.json").read_text())
-    exact = {name: p.astype(float) for name, p in stored_params(ROOT / "weights" / "fairytale").items()}
-    model, tokenizer = minigen.load("fairytale")
-    first = tokenizer.encode("Once upon a time there was a king who had three sons, and the youngest was called Tom. ")
-    second = first[:-3] + tokenizer.encode("called Jack. One day he went into the forest and met an old fox")
-    for ids, reused in ((first, 0), (second, len(first) - 3), (second, len(second) - 1), (first, len(first) - 3)):
-        run, logits = prefill(model, ids, file)
-        assert run.cache.n_reused == reused
-        assert np.abs(logits[0] - reference_logits(config, exact, ids)[-1]).max() < 1e-4
-
-
 # ---- what is in the file -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20])
-@pytest.mark.parametrize("overrides", [{}, {"n_layer": 2, "n_head": 4, "n_embd": 12}], ids=str)
+@pytest.mark.parametrize(
+    ("overrides", "max_tokens"), [({}, 20), ({"n_layer": 2, "n_head": 4, "n_embd": 12}, 1)], ids=str
+)
 def test_the_file_holds_the_prompts_keys_and_values_and_nothing_else(tok, file, overrides, max_tokens):
     t = tiny(5, **overrides)
     L, H, D = t.config["n_layer"], t.config["n_head"], t.config["n_embd"] // t.config["n_head"]
@@ -314,40 +287,6 @@ def assert_refused(t, tok, path, ids, *words, error=ValueError, **options):
         assert not [name for name in os.listdir(path.parent) if name.endswith(".tmp")]
 
 
-def changed(t, name, delta=0.05, **overrides):
-    """The same model but for one parameter or some keys of its config."""
-    config = t.config | overrides
-    params = {key: value.copy() for key, value in t.params.items()}
-    if name:
-        params[name].flat[0] += np.float32(delta)
-    return Tiny(config, params, GPT2(GPT2Config.from_dict(config), params))
-
-
-SMALL_PARAMETERS = [
-    "wpe.weight",
-    "h.0.ln_1.weight",
-    "h.0.ln_1.bias",
-    "h.1.attn.c_attn.bias",
-    "h.1.attn.c_proj.bias",
-    "h.1.ln_2.weight",
-    "h.1.ln_2.bias",
-    "h.2.mlp.c_fc.bias",
-    "h.2.mlp.c_proj.bias",
-    "ln_f.weight",
-    "ln_f.bias",
-]
-
-
-@pytest.mark.parametrize("name", SMALL_PARAMETERS)
-def test_one_number_of_a_small_parameter_makes_another_model(tok, file, monkeypatch, name):
-    t = tiny()
-    saved(t, tok, file, FIRST)
-    other = changed(t, name, delta=1e-6)
-    tokens = watch(monkeypatch, other.model)
-    assert_refused(other, tok, file, FIRST, "another model")
-    assert tokens == []  # before anything is run
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -357,71 +296,50 @@ def test_one_number_of_a_small_parameter_makes_another_model(tok, file, monkeypa
         {"activation_function": "gelu"},
         {"scale_attn_weights": False},
         {"scale_attn_by_inverse_layer_idx": True},
+        {"n_layer": 2},
+        {"n_embd": 16},
+        {"n_positions": 31},
+        {"n_inner": 31},
     ],
     ids=str,
 )
 def test_a_config_that_computes_something_else_makes_another_model(tok, file, overrides):
-    t = tiny()
-    saved(t, tok, file, FIRST)
-    assert_refused(changed(t, None, **overrides), tok, file, FIRST, "another model")
-
-
-@pytest.mark.parametrize("overrides", [{"n_layer": 2}, {"n_embd": 16}, {"n_positions": 31}, {"n_inner": 31}], ids=str)
-def test_a_model_of_another_size_is_another_model(tok, file, overrides):
     saved(tiny(), tok, file, FIRST)
     assert_refused(tiny(**overrides), tok, file, FIRST, "another model")
 
 
 def test_what_keys_and_values_do_not_depend_on_makes_no_other_model(tok, file):
-    t = tiny()
-    saved(t, tok, file, FIRST)
-    for overrides in ({"eos_token_id": [3, 4]}, {"bos_token_id": None}, {"reorder_and_upcast_attn": True}):
-        other = changed(t, None, **overrides)
+    saved(tiny(), tok, file, FIRST)
+    for overrides in ({"eos_token_id": 3}, {"bos_token_id": None}, {"reorder_and_upcast_attn": True}):
+        other = tiny(**overrides)
         cold, warm = (generate(other.model, tok, [FIRST], cache=f, max_tokens=9, seed=0) for f in (None, file))
         assert outcome(warm) == outcome(cold) and warm[0].timings.reused_tokens == 19
 
 
-MATRICES = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+def plus_one_bit(value):
+    value.flat[value.size // 2] = np.nextafter(value.flat[value.size // 2], np.float32(9))
 
 
-@pytest.mark.parametrize("prompt", ["identical", "extended", "shortened", "diverging"])
-@pytest.mark.parametrize("name", MATRICES)
-def test_an_adapter_merged_into_the_matrices_is_seen(tok, file, name, prompt):
-    # A product of two thin matrices added to the weights, as LoRA's are, leaves biases and layer norms as they were.
-    t, rng = tiny(), np.random.default_rng(0)
-    saved(t, tok, file, FIRST)
-    params = dict(t.params)
-    for layer in (0, 1):
-        weight = params[f"h.{layer}.{name}"]
-        thin = rng.standard_normal((len(weight), 2)) @ rng.standard_normal((2, weight.shape[1]))
-        params[f"h.{layer}.{name}"] = (weight + 0.1 * thin).astype(np.float32)
-    other = Tiny(t.config, params, GPT2(t.model.config, params))
-    for decoder in ("greedy", "beams", "n-grams"):
-        assert_refused(other, tok, file, SECOND[prompt][0], "other weights", **DECODERS[decoder])
+def exchange_rows(value):
+    value[[0, -1]] = value[[-1, 0]]
 
 
-def test_one_edited_row_of_any_matrix_is_seen(tok, file):
-    """F14: a prompt cache that trusted weights of which one row had changed."""
+def exchange_columns(value):
+    value[..., [0, -1]] = value[..., [-1, 0]]
+
+
+@pytest.mark.parametrize("edit", [plus_one_bit, exchange_rows, exchange_columns])
+def test_edited_weights_make_another_model(tok, file, monkeypatch, edit):
+    """F14: a prompt cache that trusted weights some of which had changed."""
     t = tiny()
     saved(t, tok, file, FIRST)
     for name, value in t.params.items():
-        if value.ndim == 2:
-            params = t.params | {name: value.copy()}
-            params[name][len(value) // 2] *= np.float32(1.01)
-            other = Tiny(t.config, params, GPT2(t.model.config, params))
-            assert_refused(other, tok, file, FIRST, "other weights")
-
-
-def test_other_embeddings_are_seen(tok, file):
-    t = tiny()
-    saved(t, tok, file, FIRST)
-    for tokens in (slice(None), FIRST[0], FIRST[-1]):  # all of them, and the first or the last of the text alone
-        wte = t.params["wte.weight"].copy()
-        wte[tokens] *= np.float32(1.05)
-        params = t.params | {"wte.weight": wte}
+        params = t.params | {name: value.copy()}
+        edit(params[name])
         other = Tiny(t.config, params, GPT2(t.model.config, params))
+        tokens = watch(monkeypatch, other.model)
         assert_refused(other, tok, file, FIRST, "other weights")
-        assert_refused(other, tok, file, [*FIRST, 1], "other weights")
+        assert tokens == []  # before anything is run
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs file modes")
@@ -437,18 +355,6 @@ def test_a_name_as_long_as_names_can_be_is_written(tok, tmp_path):
     file = tmp_path / ("n" * 250)
     saved(tiny(), tok, file, FIRST)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-
-
-def test_rounding_is_no_other_model(file):
-    # Run as one chunk, token by token, and in between: the sums differ in their last digits only.
-    rng = np.random.default_rng(0)
-    for seed in range(6):
-        t = tiny(seed, n_embd=32, n_head=4, n_positions=40)
-        ids = random_ids(40, seed)
-        for n in sorted(rng.integers(1, 41, size=6).tolist()):
-            prefill(t.model, ids[:n], file)
-        assert ids_in(file) == ids[:n]
-        file.unlink()
 
 
 # ---- files that are damaged or something else --------------------------------------------------------------------
@@ -482,34 +388,18 @@ def test_what_is_no_safetensors_file_or_an_empty_one(tok, file, content):
     assert_refused(tiny(), tok, file, FIRST, "safetensors file")
 
 
-IN_PLACE_SCRIPT = """
-import os, sys
-import minigen
-from minigen.files import prompt_cache
-
-model, tokenizer = minigen.load(sys.argv[1])
-common_prefix_length = prompt_cache.common_prefix_length
-
-def rewritten_meanwhile(a, b):
-    os.truncate(sys.argv[2], 0)
-    return common_prefix_length(a, b)
-
-minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
-prompt_cache.common_prefix_length = rewritten_meanwhile
-(done,) = minigen.generate(model, tokenizer, "x" * 30, cache=sys.argv[2], max_tokens=1)
-print(done.timings.reused_tokens)
-"""
-
-
-@pytest.mark.slow
-@posix_only
-def test_a_file_that_another_program_rewrites_in_place_does_not_end_the_run(tmp_path, file):
+def test_a_file_that_another_program_rewrites_in_place_does_not_end_the_run(tok, file, monkeypatch):
     """A file that is mapped and then cut off would end the process with SIGBUS."""
-    config = tiny_config(vocab_size=VOCAB, n_positions=32)
-    write_byte_vocab(write_checkpoint(tmp_path / "model", config, tiny_params(config)))
-    command = [sys.executable, "-c", IN_PLACE_SCRIPT, tmp_path / "model", file]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "29\n"), done.stderr
+    t, common_prefix_length = tiny(), prompt_cache.common_prefix_length
+    saved(t, tok, file, FIRST)
+
+    def rewritten_meanwhile(a, b):
+        os.truncate(file, 0)
+        return common_prefix_length(a, b)
+
+    monkeypatch.setattr(prompt_cache, "common_prefix_length", rewritten_meanwhile)
+    (done,) = generate(t.model, tok, [FIRST], cache=file, max_tokens=1)
+    assert done.timings.reused_tokens == 19
 
 
 def test_weights_that_are_not_numbers_are_blamed_themselves_every_time(tok, file):
@@ -644,7 +534,7 @@ def test_a_link_stays_a_link(tok, tmp_path):
         ("replace", OSError(28, "No space left on device")),
         ("fsync", OSError(5, "Input/output error")),
         ("replace", KeyboardInterrupt()),
-        ("fsync", MemoryError()),
+        ("fsync", SystemExit(143)),  # as SIGTERM raises it
     ],
     ids=str,
 )
@@ -736,7 +626,7 @@ def test_runs_at_the_same_time_never_leave_a_broken_file(tok, file):
 
     def run(first):
         try:
-            for i in range(first, first + 15):
+            for i in range(first, first + 8):
                 i %= len(prompts)
                 warm = outcome(generate(t.model, tok, [prompts[i]], cache=file, max_tokens=4, seed=0))
                 assert warm == cold[i]
@@ -759,18 +649,16 @@ def test_runs_at_the_same_time_never_leave_a_broken_file(tok, file):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(window=4), ["window is 4", "prompt cache"]),
-        (dict(window=1000), ["window is 1000", "prompt cache"]),
-        (dict(use_cache=False), ["use_cache is False", "prompt cache"]),
         (dict(prompts=["a", "b"]), ["number of prompts is 2", "prompt cache"]),
         (dict(prompts=["a", "b"], num_beams=2), ["number of prompts is 2", "prompt cache"]),
         (dict(cache=7), ["cache is 7", "path"]),
         (dict(cache=True), ["cache is True", "path"]),
         (dict(cache=b"x"), ["cache is b'x'", "path"]),
+        (dict(cache="a\0b"), ["cache is", "a file"]),
     ],
     ids=str,
 )
-def test_options_that_do_not_go_with_a_prompt_cache(tok, file, options, words):
+def test_what_does_not_go_with_a_prompt_cache(tok, file, options, words):
     options = {"cache": file, "prompts": "a"} | options
     prompts = options.pop("prompts")
     with pytest.raises(ValueError) as caught:
@@ -814,22 +702,6 @@ def test_command_line(command, tmp_path):
     assert json.loads(out)["timings"]["reused_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [(("a", "--window", "4"), ["window"]), (("a", "--no-cache"), ["--no-cache"]), (("a", "b"), ["number of prompts"])],
-)
-def test_command_line_refuses_options(command, tmp_path, args, words):
-    code, out, err = command(*args, "--prompt-cache", tmp_path / "x", "--quiet")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    for word in [*words, "minigen: ", "prompt cache"]:
-        assert word in err
-
-
-def test_command_line_checks_options_before_it_loads_a_model(cli):
-    result = cli("--model", "/nonexistent", "a", "--prompt-cache", "x", "--window", "4")
-    assert result.code == 2 and "window" in result.err
-
-
 def test_command_line_refuses_files(command, tmp_path):
     file = tmp_path / "x"
     file.write_bytes(b"a text")
@@ -838,7 +710,3 @@ def test_command_line_refuses_files(command, tmp_path):
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("minigen: ") and str(path) in err
     assert file.read_bytes() == b"a text"
-
-
-def test_help_names_the_option(cli):
-    assert "--prompt-cache FILE" in cli("--help").out

@@ -11,11 +11,9 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -25,7 +23,6 @@ import minigen
 from minigen.command.arguments import FLAGS, GROUPS
 from minigen.command.main import main
 from tests.conftest import Result
-from tests.oracles.tiny import tiny_config, write_byte_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MODEL = "/nonexistent/model"
@@ -55,11 +52,11 @@ def texts(model_and_tokenizer, prompts, **options):
 # ---- a run as a user sees it -------------------------------------------------------------------------------------
 
 
-def test_text_on_stdout_and_the_rest_on_stderr():
-    code, out, err = run("Once upon a time", "-n", "12", "--seed", "1")
+def test_text_on_stdout_and_the_rest_on_stderr(cli):
+    code, out, err = cli("Once upon a time", "-n", "12", "--seed", "1")
     (text,) = texts(minigen.load(), "Once upon a time", max_tokens=12, seed=1)
-    assert (code, out.decode()) == (0, f"Once upon a time{text}\n")
-    header, closing = err.decode().splitlines()
+    assert (code, out) == (0, f"Once upon a time{text}\n")
+    header, closing = err.splitlines()
     for shown in ("minigen", "fairytale", "temperature 0.7", "top_p 0.9", "max_tokens 12", "seed 1"):
         assert shown in header
     for shown in ("4 tokens", "12 tokens", "length"):
@@ -99,7 +96,7 @@ def test_the_header_shows_every_setting_that_was_given(tiny_cli, tiny_folder):
         "logit_bias": "11-2.5",
     }
     args = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    result = tiny_cli("ab", *args, "--ignore-eos", "--no-cache", "--json")
+    result = tiny_cli("ab", *args, "--ignore-eos", "--no-cache")
     assert result.code == 0
     header = result.err.splitlines()[0]
     assert str(tiny_folder) in header
@@ -107,10 +104,6 @@ def test_the_header_shows_every_setting_that_was_given(tiny_cli, tiny_folder):
         shown = {"stop": r".*%%", "logit_bias": r".*11.*-2\.5"}.get(name, " " + re.escape(str(value)) + r"\b")
         assert re.search(rf"\b{name}{shown}", header), name
     assert "ignore_eos True" in header and "use_cache False" in header
-    # And it is what ran.
-    options = given | {"logit_bias": {11: -2.5}, "ignore_eos": True, "use_cache": False}
-    expected = minigen.generate(*minigen.load(str(tiny_folder)), "ab", **options)
-    assert [json.loads(line)["token_ids"] for line in result.out.splitlines()] == [d.token_ids for d in expected]
 
 
 def test_quiet(tiny_cli):
@@ -158,7 +151,7 @@ def assert_consists_of(out, pieces):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--num-return-sequences", "2"], ["--stop", "Z", "--stop", "\ufffd"]], ids=str)
+@pytest.mark.parametrize("more", [["--num-return-sequences", "2"], ["--stop", "Z", "--stop", "\ufffd"]], ids=str)
 def test_streamed_and_complete_texts_are_the_same(tiny_cli, tiny, more):
     prompts = ["one", "", "a third prompt", "é"]  # of different lengths, so that the rows do not end together
     args = [*prompts, "-n", 40, "-s", 2, "--temperature", 1, "--top-p", 1, *more]
@@ -187,13 +180,6 @@ def test_no_stream_waits_for_the_whole_text(tiny_cli, tiny, monkeypatch):
     writes.clear()
     tiny_cli("abc", "-n", 30, "-s", 2, "--ignore-eos", "-q", "--no-stream")
     assert [piece for piece in writes if piece] == [f"abc{text}\n"]
-
-
-def test_no_echo(tiny_cli, tiny):
-    (text,) = texts(tiny, "abc", max_tokens=7, seed=2)
-    assert tiny_cli("abc", "-n", 7, "-s", 2).out == f"abc{text}\n"
-    assert tiny_cli("abc", "-n", 7, "-s", 2, "--no-echo").out == f"{text}\n"
-    assert tiny_cli("abc", "-n", 0).out == "abc\n"
 
 
 def test_logprobs_can_be_read_on_stderr(tiny_cli, tiny):
@@ -242,7 +228,7 @@ def test_the_seed_is_printed_if_something_is_drawn(tiny_cli):
     ],
 )
 def test_aliases(tiny_cli, name, alias, value):
-    args = ["abc", "-q", "--ignore-eos", "--max-tokens", "30", "--temperature", "1", "--seed", "1"]
+    args = ["abc", "-q", "--ignore-eos", "--max-tokens", "9", "--temperature", "1", "--seed", "1"]
     result = tiny_cli(*args, alias, value)
     assert result.code == 0
     assert result.out == tiny_cli(*args, name, value).out != tiny_cli(*args).out
@@ -334,10 +320,8 @@ def test_a_prompt_from_a_file_or_stdin(tiny_cli, tmp_path, data, prompt):
     """C07, F12: line breaks, byte order marks and CRLF of files and stdin; UTF-16 with a byte order mark."""
     (tmp_path / "prompt.txt").write_bytes(data)
     options = ["-n", 1, "--json", "-q"]
-    assert prompts_of(tiny_cli("-f", tmp_path / "prompt.txt", *options)) == [prompt]
     assert prompts_of(tiny_cli("--file", tmp_path / "prompt.txt", *options)) == [prompt]
     assert prompts_of(tiny_cli(*options, stdin=data)) == [prompt]
-    assert prompts_of(tiny_cli("-", *options, stdin=data)) == [prompt]
 
 
 @pytest.mark.parametrize(
@@ -374,23 +358,15 @@ def test_prompts_from_the_command_line(tiny_cli):
     assert prompts_of(tiny_cli(*options, "-5", "- a list", "-.5")) == ["-5", "- a list", "-.5"]
 
 
-@pytest.mark.slow
-def test_stdin_through_a_real_pipe_with_bytes_that_are_not_utf8(tiny_folder, tiny):
-    """T04: bytes that are not UTF-8, through a pipe."""
-    (text,) = texts(tiny, "caf\ufffd \ufffd", max_tokens=9, seed=3)
-    result = run("--model", tiny_folder, "-n", "9", "-s", "3", "-q", stdin=b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
-    assert result == (0, f"caf\ufffd \ufffd{text}\n".encode(), b"")
-
-
 @posix_only
 @pytest.mark.slow
 def test_utf8_in_the_c_locale_and_bytes_that_are_not(tiny_folder, tiny):
-    """T04: bytes that are not UTF-8, on the command line."""
-    prompts = ["é你", "caf\ufffd"]
+    """T04, T09: bytes that are not UTF-8, typed and piped; files opened in the locale's encoding."""
+    prompts = ["é你", "caf\ufffd", "caf\ufffd \ufffd"]
     expected = texts(tiny, prompts, max_tokens=9, seed=3)
     env = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    args = ["--model", os.fsencode(tiny_folder), "é你".encode(), b"caf\xe9", "-n", "9", "-s", "3", "--no-stream"]
-    code, out, err = run(*args, env=env)
+    args = [os.fsencode(tiny_folder), "é你".encode(), b"caf\xe9", "-", "-n", "9", "-s", "3", "--no-stream"]
+    code, out, err = run("--model", *args, env=env, stdin=b"\xef\xbb\xbfcaf\xe9 \xff\r\n")
     assert code == 0
     assert b"Traceback" not in err and len(err.splitlines()) == 2
     assert_consists_of(out.decode(), [prompt + text for prompt, text in zip(prompts, expected, strict=True)])
@@ -524,17 +500,6 @@ def test_interactive_mode_at_a_terminal():
 
 @posix_only
 @pytest.mark.slow
-def test_a_pipe_closed_by_its_reader():
-    with start("Once upon a time", "-n", "300", "--ignore-eos", "-s", "1") as process:
-        assert process.stdout.read(20).startswith(b"Once upon a time")
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(timeout=60) in (0, 141)
-    assert len(err.splitlines()) == 1, err  # the header
-
-
-@posix_only
-@pytest.mark.slow
 def test_text_comes_as_it_is_made_and_ctrl_c_ends_it():
     with start(
         "Once upon a time",
@@ -585,24 +550,26 @@ def test_ctrl_c_again_and_again_and_a_trace_that_cannot_be_written(tmp_path):
 
 @posix_only
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_during_the_imports(tmp_path, number, code):
+@pytest.mark.parametrize(
+    "number, code, command",
+    [  # as the script that an installation makes, and as `python -m minigen`
+        ("SIGINT", 130, ["-c", "import sys; from minigen.__main__ import main; sys.exit(main())"]),
+        ("SIGTERM", 143, ["-m", "minigen"]),
+    ],
+)
+def test_a_signal_during_the_imports(tmp_path, number, code, command):
     # A module in place of a real one that is imported on the way sends the signal, and then takes its time.
     (tmp_path / "tiktoken.py").write_text(
         f"import os, signal, time\nos.kill(os.getpid(), signal.{number})\ntime.sleep(30)\n"
     )
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    # As `python -m minigen`, and as the script that an installation makes.
-    script = "import sys; from minigen.__main__ import main; sys.exit(main())"
-    for command in (["-m", "minigen"], ["-c", script])[: 2 if number == "SIGINT" else 1]:
-        done = subprocess.run(
-            [sys.executable, *command, "hi"],
-            env=env,
-            capture_output=True,
-            timeout=60,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+    done = subprocess.run(
+        [sys.executable, *command, "hi"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
 
 
 def test_what_is_imported_before_the_signal_handlers_is_little():
@@ -616,23 +583,7 @@ def test_what_is_imported_before_the_signal_handlers_is_little():
 @posix_only
 @pytest.mark.slow
 def test_sigterm_shows_the_text_so_far_and_leaves_no_half_written_file(tmp_path):
-    # The signal comes when the bytes of the prompt cache are written, and the file has not got its name yet; and
-    # then, in a second run, after some text.
-    script = (
-        "import os, signal, sys\n"
-        "from minigen.__main__ import main\n"
-        "os.fsync = lambda file: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.exit(main())\n"
-    )
     args = ["Once upon a time", "-n", "480", "--ignore-eos", "-s", "1", "--prompt-cache", str(tmp_path / "kv")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (143, b"", [])
-    assert len(done.stderr.splitlines()) == 1  # the header
     with start(*args) as process:
         first = os.read(process.stdout.fileno(), 1 << 16)
         process.send_signal(signal.SIGTERM)
@@ -644,7 +595,6 @@ def test_sigterm_shows_the_text_so_far_and_leaves_no_half_written_file(tmp_path)
 
 
 NO_FULL_DISK = not os.path.exists("/dev/full")
-UNBUFFERED = [{}, {"PYTHONUNBUFFERED": "1"}]
 MODES = [["hi", "-n", "2", "-q"], ["--score", str(ROOT / "pyproject.toml"), "-q"], ["--help"], ["--version"]]
 
 
@@ -654,34 +604,38 @@ def closed_pipe():
     return writer
 
 
-@pytest.mark.skipif(NO_FULL_DISK, reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "target, code, sentence",
-    [(lambda: "/dev/full", 2, "minigen: cannot write to stdout: No space left on device\n"), (closed_pipe, 141, "")],
-    ids=["full disk", "closed pipe"],
-)
-class TestOutputThatIsLost:
-    @pytest.mark.parametrize("args", MODES, ids=" ".join)
-    def test_in_this_process(self, cli, tiny_folder, monkeypatch, args, target, code, sentence):
-        """F11: output that cannot be written is an error in every mode."""
-        stdout = open(target(), "w", encoding="utf-8")
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli("--model", tiny_folder, *args) == (code, "", sentence)
-        with contextlib.suppress(OSError):
-            stdout.close()
+def full_disk():
+    return "/dev/full"
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("env, args", [({}, MODES[0]), (UNBUFFERED[1], MODES[3])], ids=str)
-    def test_at_the_exit_of_a_process(self, args, env, target, code, sentence):
-        """F11: the exit code is right after the interpreter's own last flush."""
-        with open(target(), "wb") as stdout:
-            assert run(*args, stdout=stdout, env=env) == (code, None, sentence.encode())
+
+LOST = [(full_disk, 2, "minigen: cannot write to stdout: No space left on device\n"), (closed_pipe, 141, "")]
+
+
+@pytest.mark.skipif(NO_FULL_DISK, reason="needs /dev/full")
+@pytest.mark.parametrize("target, code, sentence", LOST, ids=["full disk", "closed pipe"])
+@pytest.mark.parametrize("args", MODES, ids=" ".join)
+def test_output_that_is_lost(cli, tiny_folder, monkeypatch, args, target, code, sentence):
+    """F11: output that cannot be written is an error in every mode."""
+    stdout = open(target(), "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli("--model", tiny_folder, *args) == (code, "", sentence)
+    with contextlib.suppress(OSError):
+        stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_FULL_DISK, reason="needs /dev/full")
+@pytest.mark.parametrize("lost, args, env", [(LOST[0], MODES[0], {}), (LOST[1], MODES[3], {"PYTHONUNBUFFERED": "1"})])
+def test_output_that_is_lost_at_the_exit_of_a_process(lost, args, env):
+    """F11: the exit code is right after the interpreter's own last flush."""
+    target, code, sentence = lost
+    with open(target(), "wb") as stdout:
+        assert run(*args, stdout=stdout, env=env) == (code, None, sentence.encode())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets the size of a pipe")
-@pytest.mark.parametrize("env", UNBUFFERED, ids=str)
-def test_a_pipe_that_does_not_block(tiny_cli, tiny_folder, tmp_path, env):
+def test_a_pipe_that_does_not_block(tiny_cli, tiny_folder, tmp_path):
     """F13: all of the output arrives, however late it is read."""
     import fcntl
 
@@ -692,7 +646,7 @@ def test_a_pipe_that_does_not_block(tiny_cli, tiny_folder, tmp_path, env):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.set_blocking(writer, False)
-    with start(*args, stdout=writer, env=env) as process, open(reader, "rb") as pipe:
+    with start(*args, stdout=writer) as process, open(reader, "rb") as pipe:
         os.close(writer)
         while select.select([reader], [], [], 0.2)[0] == []:  # the first page is there
             assert process.poll() is None
@@ -771,19 +725,9 @@ def test_errors_name_options_as_they_were_typed(cli, args, sentence):
 
 def test_models_that_cannot_be_loaded(cli, tmp_path, tiny_folder):
     assert_refused(cli("--model", NO_MODEL, "hello"), NO_MODEL)
-    assert_refused(cli("--model", "nonesuch", "hello"), "nonesuch", "fairytale")
     assert_refused(cli("--model", tiny_folder / "config.json", "hello"), "config.json", "folder")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert_refused(cli("--model", empty, "hello"), "empty", r"config\.json")
-    only_pickle = write_byte_vocab(tmp_path / "pickle")
-    (only_pickle / "config.json").write_text(json.dumps(tiny_config(vocab_size=257)))
-    (only_pickle / "pytorch_model.bin").write_bytes(b"")
-    assert_refused(cli("--model", only_pickle, "hello"), r"model\.safetensors", r"pytorch_model\.bin")
-    (only_pickle / "config.json").write_text('{"n_layer": "two"}')
-    assert_refused(cli("--model", only_pickle, "hello"), r"config\.json", "n_layer", "two")
-    (only_pickle / "config.json").write_text("{")
-    assert_refused(cli("--model", only_pickle, "hello"), r"config\.json")
+    (tmp_path / "config.json").write_text('{"n_layer": "two"}')
+    assert_refused(cli("--model", tmp_path, "hello"), r"config\.json", "n_layer", "two")
 
 
 def test_prompts_that_are_not_there(tiny_cli, tmp_path):
@@ -845,15 +789,6 @@ def test_an_error_after_some_text(tiny_cli):
     assert error.startswith("minigen: ") and re.search(r"\b256\b", error)
 
 
-@pytest.mark.slow
-def test_the_exit_code_of_a_process():
-    start_time = time.perf_counter()
-    result = run("hello", "--model", NO_MODEL)
-    assert (result.code, result.out) == (2, b"")
-    assert len(result.err.splitlines()) == 1
-    assert time.perf_counter() - start_time < 20
-
-
 def test_a_closed_stdin_that_is_asked_for(tiny_folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     for arguments in (["-"], ["-f", "-"], []):
@@ -890,11 +825,12 @@ def test_a_stream_that_is_not_a_file(tiny_folder, monkeypatch):
 
 
 @pytest.mark.skipif(NO_FULL_DISK, reason="needs /dev/full")
-@pytest.mark.slow
-def test_a_full_disk_behind_stderr():
-    with open("/dev/full", "wb") as full:
-        code, out, _ = run("hi", "-n", "2", "--seed", "1", stderr=full)
-    assert code == 0 and out.startswith(b"hi")
+def test_a_full_disk_behind_stderr(tiny_cli, monkeypatch):
+    stderr = open("/dev/full", "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert tiny_cli("ab", "-n", 2, "--logit-bias", "64+99") == (0, "abaa\n", "")
+    with contextlib.suppress(OSError):
+        stderr.close()
 
 
 def test_interrupted_without_streaming_shows_the_text_so_far(tiny_folder, capsys, monkeypatch):
@@ -934,48 +870,16 @@ def test_files_without_an_end(tiny_cli, tmp_path):
 
 
 @posix_only
-def test_what_cannot_be_read_is_named(cli, tiny_folder):
-    """F17: files that the user may not read. The test drops root's privileges."""
-    is_root = os.geteuid() == 0
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
-        os.chmod(folder, 0o755)
-        model = Path(folder) / "model"
-        shutil.copytree(tiny_folder, model)
-        cases = [(model / name, 0o000, name) for name in ("merges.txt", "config.json")]
-        cases += [(model, 0o000, "config.json"), (model, 0o444, "config.json")]
-        assert cli("-m", model, "hi", "-n", 1).code == 0  # and all is imported while it can be read
-        for path, mode, name in cases:
-            before = path.stat().st_mode
-            path.chmod(mode)
-            try:
-                if is_root:
-                    os.seteuid(65534)
-                result = cli("-m", model, "hi", "-q", "-n", 1)
-            finally:
-                if is_root:
-                    os.seteuid(0)
-                path.chmod(before)
-            assert_refused(result, rf"{re.escape(name)}.*Permission denied")
-            assert "write" not in result.err
-
-
-@posix_only
-@pytest.mark.slow
-def test_a_stdin_for_writing_and_a_deleted_working_directory(tmp_path):
+def test_a_stdin_for_writing_and_a_deleted_working_directory(cli, tiny_folder, tmp_path, monkeypatch):
     """F17: the sentence names what cannot be read."""
-    with open(tmp_path / "out", "wb") as file, start("-q", stdin=file) as process:
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (2, b"", b"minigen: cannot read stdin: Bad file descriptor\n")
-    script = (
-        "import os, sys\nfrom minigen.__main__ import main\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')\n"
-        "sys.exit(main())\n"
-    )
-    args = [sys.executable, "-c", script, "hi", "-q", "-n", "1", "--prompt-cache", "kv"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"minigen: .*(directory|kv).*: No such file or directory.*\n", done.stderr), done.stderr
-    assert "write the text" not in done.stderr
+    with open(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)) as stdin:
+        assert cli("-m", tiny_folder, "-q", stdin=stdin) == (2, "", "minigen: cannot read stdin: Bad file descriptor\n")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    code, out, err = cli("-m", tiny_folder, "hi", "-q", "-n", "1", "--prompt-cache", "kv")
+    assert (code, out) == (2, "") and "write the text" not in err
+    assert re.fullmatch(r"minigen: .*(directory|kv).*: No such file or directory.*\n", err), err
 
 
 def test_a_trace_over_a_file_of_the_model(cli, tiny_folder, tmp_path):
@@ -1020,7 +924,8 @@ def test_control_characters_are_shown_as_symbols_on_a_terminal(cli, tiny_folder,
         while not out.endswith(b"\n"):
             out += os.read(ours, 1 << 16)
     os.close(ours)
-    text = re.sub(r"\x1b\[[\d;]*m", "", out.decode()) if "--show-probs" in more else out.decode()
+    text, n_styles = re.subn(r"\x1b\[[\d;]*m", "", out.decode())
+    assert (n_styles > 0) == ("--show-probs" in more)
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", text)
     if "--json" not in more:
         assert text.replace("\r\n", "\n") == "x␛[2Jy\tz␡\ufffd␛␛\n"

@@ -2,11 +2,7 @@
 
 import io
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ import pytest
 import minigen
 from minigen.command.colors import TokenColorizer, has_colours
 
-ROOT = Path(__file__).resolve().parents[2]
 SGR = re.compile(r"\x1b\[([\d;]*)m")
 
 
@@ -115,15 +110,12 @@ def cli(tiny_cli, monkeypatch):
 @pytest.mark.parametrize(
     "more",
     [
-        [],
-        ["--no-stream"],
-        ["--no-echo"],
+        ["--no-stream", "--no-echo"],
         ["-n", "0"],
         ["two", "--num-return-sequences", "2"],
         ["--prompt-lookup-num-tokens", "3", "--temperature", "0.1"],
         ["--num-beams", "3", "--num-return-sequences", "2"],
         ["--stop", "aaaaa", "--stop", "\ufffd\ufffd\ufffd"],
-        ["--no-cache"],
     ],
     ids=" ".join,
 )
@@ -153,10 +145,10 @@ def test_what_a_stop_string_cut_off_a_row_does_not_colour_the_next(cli, tiny):
     assert cli(*args, terminal=True)[1] == "\n\n".join(rows) + "\n"
 
 
-def test_unlikely_tokens_are_listed_with_better_ones(cli):
+def test_unlikely_tokens_are_listed_with_better_ones(cli, fairytale):
     args = ["Once upon a time", "--model", "fairytale", "-n", "20", "-s", "4", "-q", "--show-probs"]
     _, _, err = cli(*args)
-    (done,) = minigen.generate(*minigen.load(), args[0], max_tokens=20, seed=4, logprobs=3)
+    (done,) = minigen.generate(*fairytale, args[0], max_tokens=20, seed=4, logprobs=3)
     unlikely = [entry for entry in done.logprobs if math.exp(entry.logprob) < 0.1]
     heading, *lines = err.splitlines()
     assert "below 10 %" in heading
@@ -172,40 +164,6 @@ def test_unlikely_tokens_are_listed_with_better_ones(cli):
 def test_json_and_colours_do_not_go_together(cli):
     code, out, err = cli("one", "--show-probs", "--json")
     assert (code, out) == (2, "") and len(err.splitlines()) == 1 and "--show-probs" in err
-
-
-def on_a_terminal(*args, **env):
-    """(stdout as the terminal gets it, stderr through a pipe) of a process whose stdout is a pseudo-terminal."""
-    import pty
-
-    ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **env}
-    command = [sys.executable, "-m", "minigen", *args]
-    with subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as process:
-        os.close(theirs)
-        output = b""
-        try:
-            while data := os.read(ours, 1 << 16):
-                output += data
-        except OSError:  # Linux says so when the last writer has left
-            pass
-        err = process.stderr.read().decode()
-        assert process.wait(timeout=60) == 0, err
-    os.close(ours)
-    return output.decode().replace("\r\n", "\n"), err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals as POSIX has them")
-def test_colours_on_a_terminal(fairytale):
-    args = ["Once upon a time", "-n", "12", "-s", "2", "--show-probs"]
-    (done,) = minigen.generate(*fairytale, args[0], max_tokens=12, seed=2)
-    output, err = on_a_terminal(*args)
-    characters = styled_characters(output)
-    assert "".join(character for character, _ in characters) == f"Once upon a time{done.text}\n"
-    assert {"4;33", "36"} <= {style for _, style in characters}
-    assert "\x1b" not in err and "unlikely" in err  # through a pipe
 
 
 @pytest.mark.parametrize(

@@ -330,9 +330,8 @@ def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(loaded):
     for draft in (other, model):
         (done,) = minigen.generate(model, tokenizer, [[1, 2]], cache=cache, draft_model=(draft, tokenizer), **options)
     assert done.speculation.accepted == done.speculation.drafted
-    for name, value in (("hooks", None), ("cache", "a\0b"), ("cache", 3)):
-        with pytest.raises(ValueError, match=f"{name} is"):
-            minigen.stream(model, tokenizer, "a", **{name: value})
+    with pytest.raises(ValueError, match="hooks is"):
+        minigen.stream(model, tokenizer, "a", hooks=None)
     for draft in ((1, 2), (model, None), (tokenizer, model)):
         with pytest.raises(ValueError, match="draft_model is"):
             minigen.stream(model, tokenizer, "a", draft_model=draft)
@@ -353,15 +352,6 @@ def test_where_a_prefix_cache_does_not_go(loaded):
     other = minigen.GPT2(model.config, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
     with pytest.raises(ValueError, match="same model"):
         minigen.stream(other, tokenizer, "a", cache=cache)
-
-
-# ---- what does not fit the machine -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 10**9}, {"num_return_sequences": 10**9}], ids=str)
-def test_more_rows_than_the_machine_has_memory_for(loaded, options):
-    with pytest.raises(ValueError, match=rf"{next(iter(options))} is 1000000000.*GiB.*fewer"):
-        minigen.stream(*loaded, "a", **options)
 
 
 # ---- one run at a time -------------------------------------------------------------------------------------------

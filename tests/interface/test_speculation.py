@@ -50,7 +50,6 @@ def test_refusals(cli):
     for args, named in (
         ((PROMPT, PROMPT, "--speculative"), "number of prompts"),
         ((PROMPT, "--speculative", "--model", "distilfairytale"), "distilfairytale"),
-        ((PROMPT, "--draft-model", "no such model"), "no such model"),
     ):
         code, out, err = cli(*args, "--quiet")
         assert code == 2 and out == ""

@@ -8,12 +8,9 @@ oracles/bpe.py and here, that follow the definitions.
 import hashlib
 import itertools
 import json
-import os
 import random
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -37,7 +34,7 @@ END_ID = 50256
 
 STRINGS = nasty_strings.strings()
 LONG = nasty_strings.long_strings()
-many = settings(max_examples=250, deadline=None, derandomize=True, database=None)
+many = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
 # ---------------------------------------------------------------------------------------- fixtures and small helpers
@@ -99,7 +96,7 @@ def stream_text(tokenizer, ids, stops=()):
 @pytest.mark.slow
 def test_the_slow_oracle_gives_the_golden_ids(golden):
     vocab, merges = vocab_and_merges(FAIRYTALE)
-    for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::8]:
+    for text, ids in list(zip(STRINGS[::5], golden["fairytale"], strict=True))[::16]:
         if END not in text:
             assert slow_encode(text, vocab, merges) == ids, repr(text)
 
@@ -166,44 +163,13 @@ def test_known_ids(gpt2, text, ids):
     assert gpt2.decode(ids) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-AT_THE_ENDS = ["  a", "a  ", " a ", "\n\n a\n\n", "a  b   c", "\t", " ", "  "]
-BEFORE_SIGNS = [
-    "a .",
-    "a ?",
-    "a !",
-    "a ,",
-    "a ' b",
-    "do n't",
-    "I 'm",
-    "it 's",
-    "I 've",
-    "we 're",
-    "do not",
-    "( a )",
-    "a ' s",
-]
-
-
-@pytest.mark.parametrize("text", AT_THE_ENDS + BEFORE_SIGNS)
-def test_white_space_is_kept(gpt2, text):
-    """T07, T08: spaces lost at the ends or before punctuation."""
-    assert gpt2.decode(gpt2.encode(text)) == text
-
-
-def test_all_byte_values(gpt2, tmp_path):
+def test_all_byte_values(tmp_path):
     """T07, T09: each of the 256 bytes."""
-    vocab, _ = vocab_and_merges(GPT2)
-    for byte, symbol in SYMBOLS.items():
-        assert gpt2.token_bytes(vocab[symbol]) == bytes([byte])
     tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, bytes_vocab(), []))
-    for byte in range(256):
-        assert tokenizer.token_bytes(byte) == bytes([byte])
-        assert tokenizer.decode([byte]) == bytes([byte]).decode("utf-8", "replace")
     text = "".join(map(chr, range(0x100))) + "\u4f60\U0001f600"
     assert tokenizer.encode(text) == list(text.encode("utf-8"))
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    everything = bytes(range(256)) * 2
-    assert tokenizer.decode(list(everything)) == everything.decode("utf-8", "replace")
+    for data in (*(bytes([byte]) for byte in range(256)), bytes(range(256)) * 2, text.encode("utf-8")):
+        assert tokenizer.decode(list(data)) == data.decode("utf-8", "replace")
 
 
 def test_every_token_stands_for_the_bytes_that_its_symbols_spell(gpt2):
@@ -235,13 +201,13 @@ def test_long_strings(gpt2, golden, name):
 # ---------------------------------------------------------------------------------------- padded and unknown ids
 
 
-def test_a_padded_vocabulary_has_ids_without_text():
-    tokenizer = Tokenizer.from_folder(GPT2, vocab_size=50304)
-    assert tokenizer.n_vocab == 50304
-    assert tokenizer.token_bytes(50256) == END.encode()
-    assert [tokenizer.token_bytes(token) for token in (50257, 50303)] == [b"", b""]
-    assert tokenizer.decode([32, 50257, 50303, 33]) == "AB"
-    assert tokenizer.encode("AB") == [6242] and tokenizer.encode("A\nB") == [32, 198, 33]
+def test_a_padded_vocabulary_has_ids_without_text(golden):
+    tokenizer = Tokenizer.from_folder(FAIRYTALE, vocab_size=4200)
+    assert tokenizer.n_vocab == 4200
+    assert tokenizer.token_bytes(4095) == END.encode()
+    assert [tokenizer.token_bytes(token) for token in (4096, 4199)] == [b"", b""]
+    text, ids = STRINGS[500], golden["fairytale"][100]
+    assert tokenizer.decode([4096, *ids, 4199]) == text and tokenizer.encode(text) == ids
 
 
 @pytest.mark.parametrize("token", [-1, 50257, 10**9])
@@ -344,47 +310,6 @@ def test_a_token_that_no_merge_makes_is_never_encoded_but_decodes(tmp_path):
         tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, vocab, ["l o"]))
     assert tokenizer.encode("hello") == [*b"hel", 257]
     assert tokenizer.decode([258]) == "hello"
-
-
-@pytest.mark.parametrize(
-    "merges, texts, named",
-    [
-        # two pairs that make the same token
-        (["a b", "a a", "aa a", "c aa", "a aa"], ["caaac", "aaaa", "caa"], "'aaa'"),
-        # a pair that uses a token which only a later line makes
-        (["ab c", "a b"], ["abc", "abcab"], "'ab'"),
-        # a pair that an earlier line always splits: its token must not come of other parts
-        (["a b", "b c", "a bc"], ["abc", "xabcx"], "'bc'"),
-        (["a a", "aa aa", "a aa", "aaaa a"], ["aaa", "aaaaa", "aaaaaa"], "'aa'"),
-    ],
-    ids=["two pairs", "before its parts", "split", "split by itself"],
-)
-def test_merges_that_training_never_writes_are_refused_or_followed(tmp_path, merges, texts, named):
-    tokens = dict.fromkeys(line.replace(" ", "") for line in merges)
-    vocab = bytes_vocab() | {token: 257 + i for i, token in enumerate(tokens)}
-    write_bpe(tmp_path, vocab, merges)
-    try:
-        tokenizer = Tokenizer.from_folder(tmp_path)
-    except ValueError as error:
-        assert str(tmp_path) in str(error) and named in str(error)
-        return
-    for text in texts:
-        assert tokenizer.encode(text) == slow_encode(text, vocab, merges), text
-
-
-@pytest.mark.slow
-def test_reading_does_not_depend_on_the_locale():
-    """T09: files opened in the locale's encoding."""
-    code = (
-        "import sys; from minigen.text.tokenizer import Tokenizer; t = Tokenizer.from_folder(sys.argv[1]);"
-        "print(t.encode('caf\\u00e9 #### \\u4f60'), ascii(t.decode([19526, 254, 2634])))"
-    )
-    plain = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG": "C"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(GPT2)], cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == r"[66, 1878, 2634, 1303, 21017, 220, 19526, 254] '\u4f60\xe9'"
 
 
 # ---------------------------------------------------------------------------------------- added tokens
@@ -519,41 +444,10 @@ def test_300_folders_have_the_ids_of_the_installed_tokenizers_library(tmp_path):
         check_folder(folder, tmp_path / str(number), [] if folder.refused else tokenizer_folders.library_ids(folder))
 
 
-def gpt2_folder(folder, **others):
-    for name in ("vocab.json", "merges.txt"):
-        (folder / name).symlink_to(GPT2 / name)
-    for name, content in others.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return Tokenizer.from_folder(folder)
-
-
-def added(content, *flags):
-    return {"content": content, "special": True, **{flag: flag in flags for flag in tokenizer_folders.FLAGS}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config, text, ids",
-    [
-        (
-            {"added_tokens_decoder": {"50257": added("<|user|>"), "50258": added("<|bot|>")}},
-            "<|user|>hi<|bot|>",
-            [50257, 5303, 50258],
-        ),
-        ({"add_prefix_space": True}, "Hello", [18435]),
-        ({"add_bos_token": True}, "Hello", [END_ID, 15496]),
-        ({"added_tokens_decoder": {"50257": added("<mask>", "lstrip")}}, "a <mask> b", [64, 50257, 275]),
-        ({"added_tokens_decoder": {"9246": added("cat", "single_word")}}, "cats cat", [24619, 220, 9246]),
-    ],
-)
-def test_tokenizer_config_json_counts(tmp_path, config, text, ids):
-    """F02, F03: known ids with GPT-2's vocabulary and a tokenizer_config.json."""
-    assert gpt2_folder(tmp_path, tokenizer_config=config).encode(text) == ids
-
-
 def test_ids_before_the_text_can_be_left_out(tmp_path):
-    tokenizer = gpt2_folder(tmp_path, tokenizer_config={"add_bos_token": True})
-    assert tokenizer.encode("Hello", add_special_tokens=False) == [15496]
+    tokenizer = Tokenizer.from_folder(write_bpe(tmp_path, bytes_vocab(), [], tokenizer_config={"add_bos_token": True}))
+    assert tokenizer.encode("a") == [256, 97]
+    assert tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
 def test_a_special_token_that_is_spelled_like_bytes_of_the_vocabulary_keeps_their_bytes(tmp_path):
@@ -574,13 +468,12 @@ def test_an_added_token_that_clashes_with_the_vocabulary_is_refused(tmp_path, to
         Tokenizer.from_folder(added_folder(tmp_path, added={token: id}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("merges", ["", "#version: 0.2\n", "\n\n"])
 def test_a_vocabulary_without_its_merges_is_refused(tmp_path, merges):
     """F09: an empty merges.txt next to a whole vocab.json."""
-    (tmp_path / "vocab.json").symlink_to(GPT2 / "vocab.json")
+    (tmp_path / "vocab.json").symlink_to(FAIRYTALE / "vocab.json")
     (tmp_path / "merges.txt").write_text(merges)
-    with pytest.raises(ValueError, match=r"merges\.txt.*no merge makes \d{5} tokens"):
+    with pytest.raises(ValueError, match=r"merges\.txt.*no merge makes \d{4} tokens"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -621,11 +514,6 @@ def no_network(monkeypatch, tmp_path):
     (tmp_path / "empty cache").mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-
-
-def test_reading_a_folder_opens_no_socket(no_network):
-    """C05: a tokenizer that needs the network."""
-    assert Tokenizer.from_folder(GPT2).encode("caf\u00e9") == [66, 1878, 2634]
 
 
 @pytest.mark.parametrize("spelling", ["a b", ["a", "b"]], ids=["string", "pair"])
@@ -670,6 +558,7 @@ def test_tokenizer_json_beside_one_of_the_two_other_files(tmp_path, left):
 
 @pytest.mark.slow
 def test_any_merges_are_followed_or_refused(tmp_path):
+    """Also those that training never writes: two pairs that make one token, or one that an earlier line splits."""
     rng, outcomes = random.Random(1), Counter()
     for _ in range(100):
         tokens, merges = ["a", "b"], []
@@ -688,7 +577,7 @@ def test_any_merges_are_followed_or_refused(tmp_path):
             outcomes["refused"] += 1
             continue
         outcomes["followed"] += 1
-        for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(1, 7)))):
+        for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(1, 6)))):
             assert tokenizer.encode(text) == slow_encode(text, vocab, merges), (merges, text)
     assert min(outcomes.values()) > 10
 
@@ -912,22 +801,12 @@ def test_a_character_of_several_tokens_comes_whole_and_at_once(gpt2):
 
 def test_streams_of_nasty_strings(gpt2, golden, tmp_path):
     by_byte = Tokenizer.from_folder(write_bpe(tmp_path, bytes_vocab(), []))
-    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[::7]:
+    for text, ids in list(zip(STRINGS, golden["gpt2"], strict=True))[::14]:
         shown, _ = stream_text(gpt2, ids)
         assert "".join(shown) == text and shown[-1] == ""
         # byte by byte every character comes with its last byte
         shown, _ = stream_text(by_byte, text.encode("utf-8"))
         assert [piece for piece in shown if piece] == list(text)
-
-
-def test_streams_of_broken_ids(gpt2):
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        ids = rng.choice(
-            [222, 254, 121, 47249, 19526, 25001, 32, 171, 119, 123, 188, 198], rng.integers(1, 12)
-        ).tolist()
-        shown, _ = stream_text(gpt2, ids)
-        assert "".join(shown) == gpt2.decode(ids)
 
 
 # ---------------------------------------------------------------------------------------- stop strings
@@ -1018,14 +897,6 @@ def test_all_short_texts_and_stops():
 
 
 letters = st.text("aab\u00e9\U0001f600", max_size=20)
-
-
-@pytest.mark.slow
-@many
-@given(st.lists(st.text("aab\u00e9\U0001f600", min_size=1, max_size=6), max_size=4), letters, places)
-@example(["aabaaab", "baab"], "aabaaabaab", [3, 5])
-def test_stop_strings_in_any_pieces(stops, text, where):
-    check_stops(stops, shorten(text, where))
 
 
 @pytest.mark.slow
