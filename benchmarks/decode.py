@@ -23,11 +23,17 @@ STEPS = 16
 
 
 def prompt_flops(config, n_tokens):
-    """A multiplication and an addition for each weight and token, and for each pair of tokens in attention."""
-    shapes = config.parameter_shapes().items()
-    weights = sum(math.prod(shape) for name, shape in shapes if name.startswith("h.") and len(shape) == 2)
+    """A multiplication and an addition for each weight and token, and for each pair of tokens in attention.
+
+    In the last layer, what follows the keys and values is computed for the last token only.
+    """
+    shapes, last = config.parameter_shapes().items(), f"h.{config.n_layer - 1}."
+    sizes = {name: math.prod(shape) for name, shape in shapes if name.startswith("h.") and len(shape) == 2}
+    last_token = sum(size for name, size in sizes.items() if name.startswith(last) and "c_attn" not in name)
+    every_token = sum(sizes.values()) - last_token
     pairs = n_tokens * (n_tokens + 1) // 2  # of a query with itself or an earlier key; q @ k and weights @ v
-    return 2 * weights * n_tokens + 4 * config.n_layer * config.n_embd * pairs
+    pairs_of_layers = (config.n_layer - 1) * pairs + n_tokens
+    return 2 * (every_token * n_tokens + last_token) + 4 * config.n_embd * pairs_of_layers
 
 
 def measure_prompts(report, model):

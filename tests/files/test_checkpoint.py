@@ -419,8 +419,6 @@ def end_of_tensor(data, number):
 
 
 DAMAGES = {
-    "4 bytes short": lambda data: data[:-4],
-    "1 byte short": lambda data: data[:-1],
     "the last tensor gone": lambda data: data[: end_of_tensor(data, -2)],
     "only the first tensor": lambda data: data[: end_of_tensor(data, 0)],
     "no data": lambda data: data[: 8 + int.from_bytes(data[:8], "little")],
@@ -428,7 +426,6 @@ DAMAGES = {
     "nothing but the header's length": lambda data: data[:8],
     "half the header's length": lambda data: data[:5],
     "empty": lambda data: b"",
-    "4 bytes more": lambda data: data + bytes(4),
     "a second copy behind": lambda data: data + data,
     "a header longer than the file": lambda data: (len(data) + 1).to_bytes(8, "little") + data[8:],
     "a header of 2**63 bytes": lambda data: (2**63).to_bytes(8, "little") + data[8:],
@@ -1396,8 +1393,8 @@ print((kilobytes("VmHWM") - before) * 1024)
 
 @pytest.fixture(scope="module")
 def heavy():
-    """About 60 MB in float32, a third of it the embedding, as in gpt2: (config, params)."""
-    config = tiny_config(vocab_size=20_000, n_embd=256, n_layer=12)
+    """About 40 MB in float32, a third of it the embedding, as in gpt2: (config, params)."""
+    config = tiny_config(vocab_size=13_000, n_embd=256, n_layer=8)
     return config, tiny_params(config)
 
 
@@ -1407,7 +1404,7 @@ def heavy():
 def test_loading_takes_no_more_memory_than_the_model(tmp_path, byte_checkpoint, heavy, kind):
     config, params = heavy
     size = sum(value.nbytes for value in params.values())
-    assert 55e6 < size < 65e6
+    assert 35e6 < size < 45e6
     if "head" in kind:
         params = params | {"lm_head.weight": params["wte.weight"]}
     folder = write_checkpoint(tmp_path, config, params, dtype=kind.split()[0], shards=3 if "shards" in kind else 1)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import minigen
 from minigen import GPT2, GPT2Config, Tokenizer, generate, stream
 from minigen.engine.decode import PrefixCache, Run
 from minigen.files import prompt_cache
@@ -575,22 +574,27 @@ def test_a_full_disk_leaves_the_old_file(tok, file):
     assert os.listdir(file.parent) == [file.name]
 
 
+KILLED_SCRIPT = """
+import os, signal, sys
+from minigen.command.main import main
+
+for moment in ("fsync", "replace"):
+    if not (child := os.fork()):
+        setattr(os, moment, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        main(["-m", sys.argv[1], "Once upon a hill", "--prompt-cache", sys.argv[2]])
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 @pytest.mark.slow
 @posix_only
-@pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_killed_process_leaves_the_old_file(tok, tmp_path, moment):
-    file = tmp_path / "prompt.kv"
-    model, tokenizer = minigen.load("distilfairytale")
-    generate(model, tokenizer, "Once upon a time", cache=file, max_tokens=1)
-    before = file.read_bytes()
-    script = (
-        f"import os, signal; os.{moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from minigen.command.main import main\n"
-        f"main(['-m', 'distilfairytale', 'Once upon a hill', '--prompt-cache', {str(file)!r}])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_a_killed_process_leaves_the_old_file(tok, tmp_path):
+    t, file = tiny(), tmp_path / "prompt.kv"
+    folder = write_byte_vocab(write_checkpoint(tmp_path / "model", t.config, t.params))
+    before = saved(t, tok, file, tok.encode("Once upon a time"))
+    command = [sys.executable, "-c", KILLED_SCRIPT, folder, file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{-signal.SIGKILL}\n" * 2, done.stderr
     assert file.read_bytes() == before
 
 

@@ -78,28 +78,9 @@ class Checkpoint(Kind):
             del files[other]
         elif change >= 9:
             parsed = json.loads(files[index])
-            paths = [
-                "../outside/model.safetensors",
-                str(decoy),
-                "/dev/zero",
-                "/etc/passwd",
-                "\0",
-                "",
-                ".",
-                "..",
-                "a" * 300,
-            ]
-            paths += [
-                "../input/" + name,
-                "./" + name,
-                name + "\0",
-                name + "/",
-                "\ud800",
-                "a\n",
-                "sub/../" + name,
-                "*",
-                3,
-            ]
+            paths = ["../outside/model.safetensors", str(decoy), "/dev/zero", "/etc/passwd", "\0", "", ".", "..", 3]
+            paths += ["../input/" + name, "./" + name, name + "\0", name + "/", "sub/../" + name]
+            paths += ["\ud800", "a\n", "*", "a" * 300]
             if change < 11:
                 parsed["weight_map"][rng.choice(list(parsed["weight_map"]))] = rng.choice([*paths, *weights])
                 files[index] = json.dumps(parsed).encode()
@@ -206,12 +187,8 @@ class TokenIds(Kind):
         size = rng.choice([257, 258, 300, 1000])
         ids = [0, 65, 256, 257, size - 1, size, 50256, -1, 2**31, 10**30, None]
         config = tiny_config(vocab_size=size, n_positions=4, n_embd=4, n_layer=1)
-        more = {
-            "use_cache": True,
-            "transformers_version": "5.24.0",
-            "pad_token_id": rng.choice(ids),
-            "dtype": "float32",
-        }
+        more = {"use_cache": True, "transformers_version": "5.24.0", "pad_token_id": rng.choice(ids)}
+        more |= {"dtype": "float32"}
         config |= {name: value for name, value in more.items() if rng.random() < 0.5}
         stated = {"bos_token_id": size - 1, "eos_token_id": size - 1}
         for file in (config, generation := {"_from_model_config": True}):
@@ -316,12 +293,8 @@ class BPE(Kind):
         except (ValueError, OSError) as error:
             check_sentence(error, *(self.input / name for name in files), f"{self.input} has no tokenizer")
             untouched = not only_json and [*filter(None, merges)][-len(self.merges) - 1 :] in self.right
-            originals = [
-                ("vocab.json", self.vocab),
-                ("added_tokens.json", self.added),
-                ("special_tokens_map.json", self.special),
-            ]
-            untouched &= all(json_or_none(files.get(name, b"")) == value for name, value in originals)
+            originals = {"vocab": self.vocab, "added_tokens": self.added, "special_tokens_map": self.special}
+            untouched &= all(json_or_none(files.get(f"{name}.json", b"")) == v for name, v in originals.items())
             untouched &= files.get("merges.txt", b"").replace(b"\r\n", b"\n") == "\n".join(merges).encode()
             require(not untouched, f"right files were refused: {error}")
             return "refused"
@@ -447,31 +420,9 @@ class CommandLine(Run):
         return f"exit {code}"
 
 
-PIECES = [
-    b"\n",
-    b"\r\n",
-    b"\r",
-    b"\xef\xbb\xbf",
-    b"\xff",
-    b"\xf0\x9f\x98\x80",
-    b"\xf0\x9f",
-    b"\xed\xa0\x80",
-    b" ",
-    b"-",
-]
-PIECES += [
-    b"\\n",
-    b"--help",
-    END.encode(),
-    b"\xc2\x85",
-    b"\xe2\x80\xa8",
-    b"\x0b",
-    b"\x0c",
-    b"\x1c",
-    b"\0",
-    b"a",
-    b"The",
-]
+PIECES = [b"\n", b"\r\n", b"\r", b"\xef\xbb\xbf", b"\xff", b"\xf0\x9f\x98\x80", b"\xf0\x9f", b"\xed\xa0\x80"]
+PIECES += [b" ", b"-", b"\\n", b"--help", END.encode(), b"\xc2\x85", b"\xe2\x80\xa8", b"\x0b", b"\x0c", b"\x1c", b"\0"]
+PIECES += [b"a", b"The"]
 
 
 class Prompt(Run):

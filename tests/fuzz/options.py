@@ -11,26 +11,8 @@ from tests.fuzz.common import Run, check_sentence, require, still_clock, write
 
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 FLOATS = [np.float16, np.float32, np.float64, np.longdouble]
-WHOLE = [
-    *range(9),
-    40,
-    63,
-    64,
-    127,
-    128,
-    200,
-    255,
-    256,
-    257,
-    2**15,
-    2**31,
-    2**53 + 1,
-    2**63,
-    2**64 - 1,
-    -1,
-    -128,
-    -(2**63),
-]
+WHOLE = [*range(9), 40, 63, 64, 127, 128, 200, 255, 256, 257, 2**15, 2**31, 2**53 + 1, 2**63, 2**64 - 1]
+WHOLE += [-1, -128, -(2**63)]
 REAL = [0.0, -0.0, 1.0, 0.5, 0.3, 0.9, 1.5, -0.5, 2.0, 3.0, 1e-8, 1e-30, 1e30, 6e4, math.inf, -math.inf, math.nan]
 TEXTS = ["auto", "coupled", "rejection", "never", "a", "", "\xe9", "7"]
 CONFIG_OF = {name: config for config in CONFIGS for name in declared(config)}

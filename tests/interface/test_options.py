@@ -57,12 +57,7 @@ TABLE = {
         'True, False or "never"',
         [True, False, "never"],
     ),
-    "num_draft_tokens": (
-        {"draft_model": True},
-        [*NOT_WHOLE, 0, -1],
-        "a whole number of 1 or more",
-        [1, 4],
-    ),
+    "num_draft_tokens": ({"draft_model": True}, [*NOT_WHOLE, 0, -1], "a whole number of 1 or more", [1, 4]),
     "draft_vocab_size": (
         {"draft_model": True},
         [*(v for v in NOT_WHOLE if v is not None), 0],

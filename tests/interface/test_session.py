@@ -343,8 +343,6 @@ def test_where_a_prefix_cache_does_not_go(loaded):
     for prompts, options, words in (
         (["a", "b"], {}, "number of prompts"),
         (["a"], {"num_return_sequences": 2}, "num_return_sequences"),
-        (["a"], {"use_cache": False}, "use_cache"),
-        (["a"], {"window": 4}, "window"),
     ):
         with pytest.raises(ValueError, match=words):
             minigen.stream(model, tokenizer, prompts, cache=cache, **options)

@@ -84,8 +84,10 @@ def test_shapes_have_the_sizes_they_are_known_by(name):
 def test_work_is_counted_as_it_is_for_gpt2():
     config = minigen.GPT2Config()
     assert decode.step_bytes(config) == 4 * (124_439_808 - 1024 * 768)  # all parameters but the positions'
-    # 12 layers, in each 12 * 768 ** 2 weights, and 768 products for q @ k and 768 for weights @ v, of 3 pairs
-    assert decode.prompt_flops(config, 2) == 2 * 12 * (12 * 768**2 * 2 + 2 * 768 * 3)
+    # 11 layers, in each 12 * 768 ** 2 weights, and 768 products for q @ k and 768 for weights @ v, of 3 pairs; in the
+    # last layer 3 * 768 ** 2 weights for both tokens, 9 * 768 ** 2 for one, and 2 pairs
+    layers = 11 * (12 * 768**2 * 2 + 2 * 768 * 3)
+    assert decode.prompt_flops(config, 2) == 2 * (layers + 3 * 768**2 * 2 + 9 * 768**2 + 2 * 768 * 2)
 
 
 @pytest.mark.slow
