@@ -4,6 +4,8 @@ The oracle is `generate` on the whole text so far, put together here from the tu
 test_decode.py judges `generate` itself.
 """
 
+import math
+
 import numpy as np
 import pytest
 
@@ -11,32 +13,14 @@ import minigen
 from minigen.engine.decode import PrefixCache
 from minigen.engine.model import Block
 from minigen.session import Session
-from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
-N_POSITIONS = 64
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """A tiny model of 64 positions, one token a byte; 256 is end-of-text."""
-    config = tiny_config(vocab_size=257, n_positions=N_POSITIONS)
-    return minigen.load(
-        write_byte_vocab(write_checkpoint(tmp_path_factory.mktemp("tiny"), config, tiny_params(config)))
-    )
+N_POSITIONS = 64  # of conftest's `tiny`, which has one token per byte; 256 is end-of-text
 
 
 @pytest.fixture
-def fed(loaded, monkeypatch):
-    """How many tokens each forward pass was given, in a list that grows."""
-    model, counts = loaded[0], []
-    forward = model.forward
-
-    def counting(ids, *args, **kwargs):
-        counts.append(np.atleast_2d(ids).size)
-        return forward(ids, *args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", counting)
-    return counts
+def fed(tiny, watch):
+    """The [B, T] of the ids of each forward pass, in a list that grows."""
+    return watch(tiny[0])
 
 
 def last(steps):
@@ -44,37 +28,37 @@ def last(steps):
     return step.completion
 
 
-def cold(loaded, ids, **options):
-    (done,) = minigen.generate(*loaded, [ids], **options)
+def cold(tiny, ids, **options):
+    (done,) = minigen.generate(*tiny, [ids], **options)
     return done
 
 
 # ---- turns -------------------------------------------------------------------------------------------------------
 
 
-def test_turns_are_the_text_run_cold_and_run_nothing_twice(loaded, fed):
-    _, tokenizer = loaded
+def test_turns_are_the_text_run_cold_and_run_nothing_twice(tiny, fed):
+    _, tokenizer = tiny
     options = dict(max_tokens=7, temperature=1.0, top_p=1.0, ignore_eos=True)
-    session, so_far = Session(*loaded, seed=5, **options), []
+    session, so_far = Session(*tiny, seed=5, **options), []
     for turn, (text, added) in enumerate([("one", "one"), ("two é", "\ntwo é"), ("", ""), ("four", "\nfour")]):
         new = tokenizer.encode(added)
         fed.clear()
         done = last(session.turn(text))
         # Of the text before, only the last token had not been run; of the new ones, all but the last are.
-        assert sum(fed) == len(new) + 6 + (turn > 0)
-        assert fed[0] == len(new) + (turn > 0)
-        expected = cold(loaded, so_far + new, seed=5, **options)
+        assert sum(map(math.prod, fed)) == len(new) + 6 + (turn > 0)
+        assert math.prod(fed[0]) == len(new) + (turn > 0)
+        expected = cold(tiny, so_far + new, seed=5, **options)
         assert (done.token_ids, done.text) == (expected.token_ids, expected.text)
         assert done.timings.reused_tokens == max(len(so_far) - 1, 0)
         so_far += new + done.token_ids
         assert session.context == so_far
 
 
-def test_a_seed_repeats_a_session(loaded):
+def test_a_seed_repeats_a_session(tiny):
     options = dict(max_tokens=12, temperature=1.0, top_p=1.0, ignore_eos=True)
 
     def texts(seed):
-        session, found = Session(*loaded, seed=seed, **options), []
+        session, found = Session(*tiny, seed=seed, **options), []
         for _ in range(4):
             session.context = []
             found.append(last(session.turn("the same")).text)
@@ -82,7 +66,7 @@ def test_a_seed_repeats_a_session(loaded):
 
     assert texts(3) == texts(3) != texts(None)
     assert len(set(texts(3))) == 1  # a text depends on the seed and the prompt alone
-    assert texts(3)[0] == cold(loaded, loaded[1].encode("the same"), seed=3, **options).text
+    assert texts(3)[0] == cold(tiny, tiny[1].encode("the same"), seed=3, **options).text
 
 
 @pytest.mark.parametrize(
@@ -94,14 +78,14 @@ def test_a_seed_repeats_a_session(loaded):
         ({"max_tokens": 0}, ""),
     ],
 )
-def test_the_next_turn_continues_what_was_shown(loaded, options, visible):
+def test_the_next_turn_continues_what_was_shown(tiny, options, visible):
     """Not what stands in the tokens behind it: an end-of-text in the middle would begin another text."""
-    _, tokenizer = loaded
-    session = Session(*loaded, seed=1, **options)
+    _, tokenizer = tiny
+    session = Session(*tiny, seed=1, **options)
     assert last(session.turn("ab")).text == visible
     assert session.context == tokenizer.encode("ab" + visible)
     done = last(session.turn("cd"))
-    assert done.token_ids == cold(loaded, tokenizer.encode(f"ab{visible}\ncd"), seed=1, **options).token_ids
+    assert done.token_ids == cold(tiny, tokenizer.encode(f"ab{visible}\ncd"), seed=1, **options).token_ids
 
 
 @pytest.fixture
@@ -125,24 +109,24 @@ def interrupt(monkeypatch):
     return arm
 
 
-def test_a_turn_whose_iterator_is_closed(loaded, fed):
+def test_a_turn_whose_iterator_is_closed(tiny, fed):
     options = dict(seed=1, max_tokens=9, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
-    session = Session(*loaded, **options)
+    session = Session(*tiny, **options)
     steps = session.turn("bcd")
     assert [next(steps).text for _ in range(3)] == ["a"] * 3
     steps.close()
-    assert session.context == loaded[1].encode("bcdaaa")
+    assert session.context == tiny[1].encode("bcdaaa")
     fed.clear()
     done = last(session.turn("e"))
-    assert fed[0] == 1 + 2
-    assert done.token_ids == cold(loaded, loaded[1].encode("bcdaaa\ne"), **options).token_ids
+    assert math.prod(fed[0]) == 1 + 2
+    assert done.token_ids == cold(tiny, tiny[1].encode("bcdaaa\ne"), **options).token_ids
 
 
 @pytest.mark.parametrize("at, kept", [(1, 5), (3, 6)], ids=["in the prompt", "in a step"])
-def test_a_turn_interrupted_in_the_middle_of_a_pass(loaded, fed, interrupt, at, kept):
-    _, tokenizer = loaded
+def test_a_turn_interrupted_in_the_middle_of_a_pass(tiny, fed, interrupt, at, kept):
+    _, tokenizer = tiny
     options = dict(max_tokens=3, temperature=1.0, top_p=1.0, ignore_eos=True, logit_bias={64: 90.0})
-    session = Session(*loaded, seed=1, **options)
+    session = Session(*tiny, seed=1, **options)
     assert last(session.turn("bcd")).text == "aaa"  # all but the last of the six are in the cache
     interrupt(at)
     with pytest.raises(KeyboardInterrupt):
@@ -152,18 +136,18 @@ def test_a_turn_interrupted_in_the_middle_of_a_pass(loaded, fed, interrupt, at, 
     fed.clear()
     done = last(session.turn("g"))
     # What the interrupted pass was about to add is run again, and nothing else.
-    assert fed[0] == len(before) + 2 - (kept if at == 1 else 9)
+    assert math.prod(fed[0]) == len(before) + 2 - (kept if at == 1 else 9)
     # No bias here: the logits themselves must not show that something was interrupted.
     del options["logit_bias"]
     session.options = options
-    expected = cold(loaded, session.context + tokenizer.encode("\nh"), seed=1, **options)
+    expected = cold(tiny, session.context + tokenizer.encode("\nh"), seed=1, **options)
     assert last(session.turn("h")).token_ids == expected.token_ids
     assert done.text == "aaa"
 
 
-def test_a_full_context_loses_nothing(loaded):
+def test_a_full_context_loses_nothing(tiny):
     options = dict(max_tokens=100, ignore_eos=True)
-    session = Session(*loaded, seed=1, **options)
+    session = Session(*tiny, seed=1, **options)
     done = last(session.turn("x" * 50))
     assert done.finish_reason == "context"
     context = list(session.context)
@@ -172,14 +156,14 @@ def test_a_full_context_loses_nothing(loaded):
             list(session.turn(text))
     assert session.context == context
     session.context = []
-    expected = cold(loaded, session.tokenizer.encode("y"), seed=1, **options)
+    expected = cold(tiny, session.tokenizer.encode("y"), seed=1, **options)
     assert last(session.turn("y")).token_ids == expected.token_ids
 
 
 @pytest.mark.slow
-def test_a_session_shifts_as_a_run_does(loaded, fed):
+def test_a_session_shifts_as_a_run_does(tiny, fed):
     options = dict(max_tokens=30, temperature=1.0, top_p=1.0, ignore_eos=True, context_shift=True, keep=4)
-    session, context, whole = Session(*loaded, seed=1, **options), [], []
+    session, context, whole = Session(*tiny, seed=1, **options), [], []
 
     def add(ids):
         for token in ids:
@@ -190,15 +174,15 @@ def test_a_session_shifts_as_a_run_does(loaded, fed):
 
     for turn in range(6):
         added = "\n" * (turn > 0) + f"turn {turn}"
-        add(loaded[1].encode(added))
-        expected = cold(loaded, list(whole), seed=1, **options)
+        add(tiny[1].encode(added))
+        expected = cold(tiny, list(whole), seed=1, **options)
         fed.clear()
         done = last(session.turn(f"turn {turn}"))
         assert done.token_ids == expected.token_ids
-        assert fed[0] < 40  # never the whole text
+        assert math.prod(fed[0]) < 40  # never the whole text
         add(done.token_ids)
         assert session.context == context
-    assert last(session.turn("x" * 70)).token_ids == cold(loaded, session.ids[:-30], seed=1, **options).token_ids
+    assert last(session.turn("x" * 70)).token_ids == cold(tiny, session.ids[:-30], seed=1, **options).token_ids
 
 
 @pytest.mark.parametrize(
@@ -211,12 +195,12 @@ def test_a_session_shifts_as_a_run_does(loaded, fed):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_cannot_keep_the_cache_works_without(loaded, options):
-    session = Session(*loaded, seed=1, max_tokens=5, **options)
+def test_what_cannot_keep_the_cache_works_without(tiny, options):
+    session = Session(*tiny, seed=1, max_tokens=5, **options)
     first = last(session.turn("abab"))
     second = last(session.turn("cd"))
-    ids = loaded[1].encode("abab") + first.token_ids + loaded[1].encode("\ncd")
-    assert second.token_ids == cold(loaded, ids, seed=1, max_tokens=5, **options).token_ids
+    ids = tiny[1].encode("abab") + first.token_ids + tiny[1].encode("\ncd")
+    assert second.token_ids == cold(tiny, ids, seed=1, max_tokens=5, **options).token_ids
 
 
 @pytest.mark.parametrize(
@@ -224,35 +208,35 @@ def test_what_cannot_keep_the_cache_works_without(loaded, options):
     [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"draft_model": True}],
     ids=lambda options: next(iter(options)),
 )
-def test_beams_and_drafts_keep_the_cache_between_turns(loaded, fed, options):
+def test_beams_and_drafts_keep_the_cache_between_turns(tiny, fed, options):
     if "draft_model" in options:
-        options = {"draft_model": loaded}  # the model itself: each pass of the draft is counted as well
-    session = Session(*loaded, seed=1, max_tokens=5, ignore_eos=True, **options)
+        options = {"draft_model": tiny}  # the model itself: each pass of the draft is counted as well
+    session = Session(*tiny, seed=1, max_tokens=5, ignore_eos=True, **options)
     first = last(session.turn("a" * 30))
     fed.clear()
     second = last(session.turn("b"))
-    assert fed[0] < 10  # the new tokens, not the 35 before them
+    assert math.prod(fed[0]) < 10  # the new tokens, not the 35 before them
     if "draft_model" in options:
-        assert max(fed) < 10
-    ids = loaded[1].encode("a" * 30) + first.token_ids + loaded[1].encode("\nb")
-    assert second.token_ids == cold(loaded, ids, seed=1, max_tokens=5, ignore_eos=True, **options).token_ids
+        assert max(map(math.prod, fed)) < 10
+    ids = tiny[1].encode("a" * 30) + first.token_ids + tiny[1].encode("\nb")
+    assert second.token_ids == cold(tiny, ids, seed=1, max_tokens=5, ignore_eos=True, **options).token_ids
 
 
-def test_a_branch_goes_on_by_itself(loaded, fed):
+def test_a_branch_goes_on_by_itself(tiny, fed):
     options = dict(seed=1, max_tokens=5, ignore_eos=True)
-    session = Session(*loaded, **options)
+    session = Session(*tiny, **options)
     last(session.turn("a" * 20))
     branch = session.copy()
     fed.clear()
     results = [last(one.turn(text)).token_ids for one, text in ((session, "b"), (branch, "c"))]
-    assert sum(fed) < 2 * 10  # both go on from the cache
+    assert sum(map(math.prod, fed)) < 2 * 10  # both go on from the cache
     for one, ids in zip((session, branch), results, strict=True):
-        assert ids == cold(loaded, one.ids[:-5], **options).token_ids
-    branch.context = loaded[1].encode("xyz")
-    assert last(branch.turn("")).token_ids == cold(loaded, loaded[1].encode("xyz"), **options).token_ids
+        assert ids == cold(tiny, one.ids[:-5], **options).token_ids
+    branch.context = tiny[1].encode("xyz")
+    assert last(branch.turn("")).token_ids == cold(tiny, tiny[1].encode("xyz"), **options).token_ids
 
 
-def test_options_of_a_session_are_checked_at_once(loaded):
+def test_options_of_a_session_are_checked_at_once(tiny):
     for options, words in (
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"temperature": -1}, "temperature"),
@@ -260,15 +244,15 @@ def test_options_of_a_session_are_checked_at_once(loaded):
         ({"logit_bias": {"two tokens": 1.0}}, "logit_bias"),
     ):
         with pytest.raises(ValueError, match=words):
-            Session(*loaded, **options)
+            Session(*tiny, **options)
 
 
 # ---- the cache that lives on -------------------------------------------------------------------------------------
 
 
-def test_a_prefix_cache_serves_any_prompt(loaded, fed):
+def test_a_prefix_cache_serves_any_prompt(tiny, fed):
     """Texts that begin alike, that are shorter than the last, and that have nothing in common with it."""
-    rng, cache = np.random.default_rng(0), PrefixCache(loaded[0])
+    rng, cache = np.random.default_rng(0), PrefixCache(tiny[0])
     options = dict(max_tokens=4, temperature=1.0, top_p=1.0, ignore_eos=True)
     ids, known = [1, 2, 3], []
     for seed in range(30):
@@ -276,51 +260,51 @@ def test_a_prefix_cache_serves_any_prompt(loaded, fed):
             (i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids))
         )
         fed.clear()
-        (done,) = minigen.generate(*loaded, [ids], cache=cache, seed=seed, **options)
-        assert fed[0] == len(ids) - min(common, len(ids) - 1)
-        assert done.token_ids == cold(loaded, ids, seed=seed, **options).token_ids
+        (done,) = minigen.generate(*tiny, [ids], cache=cache, seed=seed, **options)
+        assert math.prod(fed[0]) == len(ids) - min(common, len(ids) - 1)
+        assert done.token_ids == cold(tiny, ids, seed=seed, **options).token_ids
         known = ids + done.token_ids[:-1]
         cut = rng.integers(0, len(known) + 1)
         ids = (known[:cut] + rng.integers(0, 256, rng.integers(1, 9)).tolist())[-40:]
 
 
-def test_a_prefix_cache_after_an_interrupted_shift(loaded, interrupt):
+def test_a_prefix_cache_after_an_interrupted_shift(tiny, interrupt):
     """The cache then holds some of the shifted context, in some layers; what it held before is gone."""
-    cache, ids = PrefixCache(loaded[0]), [*range(60)]
+    cache, ids = PrefixCache(tiny[0]), [*range(60)]
     options = dict(max_tokens=20, seed=1, temperature=1.0, top_p=1.0, ignore_eos=True)
-    (done,) = minigen.generate(*loaded, [ids], **options)
+    (done,) = minigen.generate(*tiny, [ids], **options)
     interrupt(1 + 1, lambda x: x.shape[1] > 1)  # the first layer of the prompt, and that of the shifted context
     with pytest.raises(KeyboardInterrupt):
-        minigen.generate(*loaded, [ids], cache=cache, context_shift=True, **options)
-    (again,) = minigen.generate(*loaded, [ids], cache=cache, **options)
+        minigen.generate(*tiny, [ids], cache=cache, context_shift=True, **options)
+    (again,) = minigen.generate(*tiny, [ids], cache=cache, **options)
     assert again.token_ids == done.token_ids
 
 
 @pytest.mark.parametrize("longer", [0, 15])
-def test_a_cache_after_an_interrupted_pass_of_another_text(loaded, interrupt, longer):
+def test_a_cache_after_an_interrupted_pass_of_another_text(tiny, interrupt, longer):
     """The interrupted pass overwrites what the cache held, so the first text must be run again."""
-    cache, options = PrefixCache(loaded[0]), dict(max_tokens=9, temperature=0, ignore_eos=True)
+    cache, options = PrefixCache(tiny[0]), dict(max_tokens=9, temperature=0, ignore_eos=True)
     first, other = [*range(20)], [*range(60, 80 + longer)]
-    (expected,) = minigen.generate(*loaded, [first], cache=cache, **options)
+    (expected,) = minigen.generate(*tiny, [first], cache=cache, **options)
     interrupt(1)
     with pytest.raises(KeyboardInterrupt):
-        minigen.generate(*loaded, [other], cache=cache, **options)
-    (again,) = minigen.generate(*loaded, [first], cache=cache, **options)
+        minigen.generate(*tiny, [other], cache=cache, **options)
+    (again,) = minigen.generate(*tiny, [first], cache=cache, **options)
     assert again.token_ids == expected.token_ids
 
 
-def test_an_interrupted_beam_search_leaves_a_cache_that_can_be_used(loaded, interrupt):
-    cache, options = PrefixCache(loaded[0]), dict(max_tokens=6, num_beams=3)
-    (expected,) = minigen.generate(*loaded, [[*range(9)]], **options)
+def test_an_interrupted_beam_search_leaves_a_cache_that_can_be_used(tiny, interrupt):
+    cache, options = PrefixCache(tiny[0]), dict(max_tokens=6, num_beams=3)
+    (expected,) = minigen.generate(*tiny, [[*range(9)]], **options)
     interrupt(5)  # the prompt and the first step have two layers each
     with pytest.raises(KeyboardInterrupt):
-        minigen.generate(*loaded, [[*range(9)]], cache=cache, **options)
-    (again,) = minigen.generate(*loaded, [[*range(9)]], cache=cache, **options)
+        minigen.generate(*tiny, [[*range(9)]], cache=cache, **options)
+    (again,) = minigen.generate(*tiny, [[*range(9)]], cache=cache, **options)
     assert again.token_ids == expected.token_ids
 
 
-def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(loaded):
-    model, tokenizer = loaded
+def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(tiny):
+    model, tokenizer = tiny
     for cache in (PrefixCache(model, capacity=5), PrefixCache(model, window=4)):
         with pytest.raises(ValueError, match=r"cache is .*without a window, of at least 7 slots"):
             minigen.stream(model, tokenizer, [[1, 2, 3]], max_tokens=4, cache=cache)
@@ -337,8 +321,8 @@ def test_a_prefix_cache_has_room_no_window_and_the_right_draft_model(loaded):
             minigen.stream(model, tokenizer, "a", draft_model=draft)
 
 
-def test_where_a_prefix_cache_does_not_go(loaded):
-    model, tokenizer = loaded
+def test_where_a_prefix_cache_does_not_go(tiny):
+    model, tokenizer = tiny
     cache = PrefixCache(model)
     for prompts, options, words in (
         (["a", "b"], {}, "number of prompts"),
@@ -355,31 +339,31 @@ def test_where_a_prefix_cache_does_not_go(loaded):
 # ---- one run at a time -------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_a_run_still_uses_is_refused_to_others(loaded):
-    cache = PrefixCache(loaded[0])
+def test_a_cache_that_a_run_still_uses_is_refused_to_others(tiny):
+    cache = PrefixCache(tiny[0])
     options = {"cache": cache, "seed": 1, "max_tokens": 12, "ignore_eos": True}
-    cold = [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options | {"cache": None})]
-    first = minigen.stream(*loaded, [[1, 2, 3]], **options)
+    cold = [step.token for step in minigen.stream(*tiny, [[1, 2, 3]], **options | {"cache": None})]
+    first = minigen.stream(*tiny, [[1, 2, 3]], **options)
     tokens = [next(first).token for _ in range(5)]
     with pytest.raises(ValueError, match="PrefixCache is used by a run that has not ended"):
-        next(minigen.stream(*loaded, [[4, 5]], **options))
+        next(minigen.stream(*tiny, [[4, 5]], **options))
     assert tokens + [step.token for step in first] == cold
     # Another one may follow, also after one that was left; and it gets what it would have got alone.
-    left = minigen.stream(*loaded, [[7, 8]], **options)
+    left = minigen.stream(*tiny, [[7, 8]], **options)
     next(left)
     left.close()
-    assert [step.token for step in minigen.stream(*loaded, [[1, 2, 3]], **options)] == cold
+    assert [step.token for step in minigen.stream(*tiny, [[1, 2, 3]], **options)] == cold
 
 
-def test_a_turn_waits_for_the_end_of_the_one_before(loaded):
-    session = Session(*loaded, seed=1, max_tokens=6, ignore_eos=True)
+def test_a_turn_waits_for_the_end_of_the_one_before(tiny):
+    session = Session(*tiny, seed=1, max_tokens=6, ignore_eos=True)
     first = session.turn("ab")
     next(first)
     with pytest.raises(ValueError, match="the session is used by a run that has not ended"):
         next(session.turn("cd"))
     first.close()
     before = list(session.context)
-    assert before[:2] == loaded[1].encode("ab") and len(before) == 3
+    assert before[:2] == tiny[1].encode("ab") and len(before) == 3
     list(session.turn("cd"))
     assert session.context[: len(before)] == before and len(session.context) == len(before) + 3 + 6
     for text in (None, 3, b"x", ["a"]):

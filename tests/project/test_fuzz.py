@@ -21,7 +21,7 @@ COUNTS = {
     "cli": 35,
     "prompt": 25,
     "prompt-cache": 40,
-    "streams": 10,
+    "streams": 15,
     "options": 50,
 }
 # What must come of some of the inputs: a kind that only refuses, or only accepts, tests nothing.
@@ -49,7 +49,7 @@ def test_damaged_and_odd_inputs_end_in_the_right_result_or_in_one_sentence(kind,
     if kind == "streams" and not sys.platform.startswith("linux"):
         pytest.skip("forks, and sets the size of pipes")
     if kind == "streams":  # forks, which needs a process without threads
-        words, found = run_batch(kind, 0, 15, COUNTS[kind], tmp_path)  # the first ten with all three outcomes
+        words, found = run_batch(kind, 0, 67, COUNTS[kind], tmp_path)  # among these are all forms of stdout and stderr
         assert not found, "\n".join(map(str, found[:5]))
     else:  # in this process, because the start of a worker takes longer than the slice
         monkeypatch.setenv("MINIGEN_LINEAR", "plain")
