@@ -37,7 +37,7 @@ TESTS = {  # module of minigen -> the tests that are there to find its faults
     "engine.sampler": ["engine/test_sampler.py"],
     "engine.cache": ["engine/test_cache.py", "engine/test_forward.py", "engine/test_decode.py"],
     "engine.beam": ["engine/test_beam.py", "files/test_prompt_cache.py", "interface/test_trace.py"],
-    "engine.speculative": ["engine/test_speculative.py", "files/test_prompt_cache.py"],
+    "engine.speculative": ["engine/test_speculative.py", "files/test_prompt_cache.py", "interface/test_trace.py"],
     "text.tokenizer": ["text/test_tokenizer.py"],
 }
 OPTIONS = ["-q", "-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain", "--tb=native"]

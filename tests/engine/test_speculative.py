@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from minigen import api, generate, stream
 from minigen.engine import speculative
-from minigen.engine.decode import Run, Sequence
+from minigen.engine.decode import PrefixCache, Run, Sequence
 from minigen.engine.hooks import NO_HOOKS, Hooks
 from minigen.engine.model import GPT2, GPT2Config
 from minigen.engine.sampler import History, Noise, next_token_probs
@@ -320,6 +320,14 @@ def test_drafts_of_another_vocabulary_stay_exact(experiment, V_draft):
     assert largest_difference(found, enumerate_target(target.logits_of, sampling)) < 1e-12
     accepted = {step.token for _, steps in experiment.steps for step in steps if step.from_draft}
     assert accepted and max(accepted) < min(V_draft, 4)
+
+
+@pytest.mark.parametrize(("last", "n_drafts"), [(4, 2), (5, 0), (6, 0)])
+def test_a_draft_model_runs_no_id_that_it_lacks(last, n_drafts):
+    config = tiny_config(vocab_size=5)
+    draft = GPT2(GPT2Config.from_dict(config), tiny_params(config))
+    row = SimpleNamespace(ids=[1, last], context=[1, last], n_prompt=2, noise=Noise(0, 0, 2))
+    assert len(ModelDrafter(PrefixCache(draft), 97, SamplingConfig()).propose(row, 2)) == n_drafts
 
 
 @pytest.mark.parametrize("rule", RULES)
