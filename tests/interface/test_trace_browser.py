@@ -358,7 +358,7 @@ def test_a_race_shows_who_came_first_and_second(browser, pages, kind):
         if draft:
             outcomes.add(draft["accepted"])
             assert ("✓ accepted" if draft["accepted"] else "✗ rejected") in shown
-            assert ("came first in the draft model's race" in shown) == (has_q and coupled and bool(race))
+            assert ("had the smallest E / q" in shown) == (has_q and coupled and bool(race))
             if not coupled:
                 assert f"the random number was {draft['u']:.4f}" in shown
                 needle = browser.find_element(By.CSS_SELECTOR, "#choice .bar line")
