@@ -260,7 +260,7 @@ class DecodingConfig(Config):
     stop: Sequence[str] = option((), STOPS, "TEXT", "length", None, "--reverse-prompt",
         help="end the text before this string")
     seed: int | None = option(None, whole(0), "N", "sampling", None, "-s",
-        help="the same seed gives the same text; without one, it is chosen at random")
+        help="the same seed gives the same text; if you give none, one is chosen at random")
     num_return_sequences: int = option(1, whole(1), "N", "length",
         help="continuations of each prompt")
     logprobs: int | None = option(None, whole(0), "N", "output",

@@ -35,9 +35,7 @@ def max_queries(n_slots, d_head):
     return max(2, min(UNPACKED_MAX_MULTIPLIES // (n_slots * d_head), UNPACKED_MAX_RESULTS // d_head))
 
 
-def check_size(n_positions, d_head, n_in):
-    """Raise ValueError if BLAS would pack even the smallest products of a model; n_in: its largest number of inputs."""
-    limit = UNPACKED_MAX_MULTIPLIES // 2  # two queries, or two rows
-    mode = "if MINIGEN_BATCH_INVARIANT is set"
-    require(n_positions * d_head <= limit, "n_positions * d_head", n_positions * d_head, f"at most {limit:,} {mode}")
-    require(n_in * 16 <= limit, "the largest number of inputs of a layer", n_in, f"at most {limit // 16:,} {mode}")
+def require_unpacked(name, size, row_size):
+    """Raise ValueError if BLAS would pack a product with two rows of this many multiplications per unit of `size`."""
+    most = UNPACKED_MAX_MULTIPLIES // (2 * row_size)
+    require(size <= most, name, size, f"at most {most:,} with MINIGEN_BATCH_INVARIANT; unset that to run this model")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT, UNPACKED_MAX_MULTIPLIES
+from minigen.engine.batch_invariant import BATCH_INVARIANT, UNPACKED_MAX_MULTIPLIES, require_unpacked
 from minigen.engine.parallel import (
     PARALLEL_MIN_ELEMENTS,
     THREADS,
@@ -56,7 +56,7 @@ def embed(ids, weight):
     return weight.dense.T[ids]
 
 
-# ---- how a few rows cost little more than one -------------------------------------------------------------------
+# ---- how a few rows cost less than two --------------------------------------------------------------------------
 #
 # A product with few rows is memory-bandwidth bound: reading the weight takes longer than the arithmetic, so one row and
 # eight could take the same time. With BLAS they do not. For one row it streams through the weight (gemv), but from two
@@ -90,7 +90,7 @@ SPAN = 64
 
 def _number_of_slices(weight, n_rows):
     """The number of slices of its outputs in which the threads share a product with a weight."""
-    # Up to 16 rows take about as long as one, because the time goes into reading the weight; more rows take longer.
+    # With few rows, the time goes into reading the weight, so its size counts; with many rows, the arithmetic does.
     is_small = weight.dense.size * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
     # A small product stays on this thread. Outside `single_threaded_blas`, BLAS's own threads share the product.
     if is_small or not blas_is_single_threaded():
@@ -166,6 +166,8 @@ def pack_weight(weight, blocked=None):
         return Weight(weight, None)
     n_in, n_out = weight.shape
     width = next((width for width in (64, 32) if width * n_in * BLOCK_MAX_ROWS // 2 <= UNPACKED_MAX_MULTIPLIES), 16)
+    if BATCH_INVARIANT:
+        require_unpacked("the number of inputs of a layer", n_in, width)
     n_blocks = -(-n_out // width)
     # Not np.zeros, whose memory does not get huge pages: products with it take 5 % longer.
     outputs = np.empty((n_blocks * width, n_in), np.float32)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT, check_size
+from minigen.engine.batch_invariant import BATCH_INVARIANT, require_unpacked
 from minigen.engine.cache import KVCache
 from minigen.engine.linear import embed, first_outputs, linear, pack_weight
 from minigen.engine.ops import ACTIVATIONS, chunked_attention, layer_norm, rowwise
@@ -56,7 +56,7 @@ class Block:
         keys, values = cache.store(self.layer, plan, k, v)  # [B, H, D, T] -> [B, H, D, S]
         if attention_hook is not None:
             attention_hook(self.layer, q, keys, self.scale, plan.mask)
-        mask = plan.mask if plan.mask is None else plan.mask[:, :, -n_out:]
+        mask = None if plan.mask is None else plan.mask[:, :, -n_out:]  # [B, 1, T, S] -> [B, 1, n_out, S]
         heads = chunked_attention(q[..., -n_out:], keys, values, self.scale, mask)  # [B, H, D, T] -> [B, n_out, H, D]
         return self.linear("attn.c_proj", heads.reshape(B, n_out, E))  # [B, n_out, H, D] -> [B, n_out, E]
 
@@ -76,7 +76,7 @@ class GPT2:
 
     def __init__(self, config, params):
         if BATCH_INVARIANT:
-            check_size(config.n_positions, config.d_head, max(config.n_embd, config.n_inner or 4 * config.n_embd))
+            require_unpacked("n_positions", config.n_positions, config.d_head)
         self.config = config
         self.params = {}
         for name, value in params.items() if isinstance(params, Mapping) else params:

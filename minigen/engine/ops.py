@@ -187,8 +187,8 @@ def chunked_attention(q, keys, values, scale, mask=None):
 def rowwise(function, x, out=None):
     """function(x) for a function that treats each row of x alone, [..., E] -> [..., E].
 
-    A large x is processed in chunks that stay in a core's cache, on all threads. Use the result: `out`, which may be x
-    itself, is only memory that the function may take for it.
+    A large x is processed in chunks that stay in a core's cache, on all threads. Use the return value: `out`, which may
+    be x itself, is only memory for the results of a large x.
     """
     if x.size <= CHUNK_ELEMENTS:
         return function(x)

@@ -150,7 +150,7 @@ class ModelDrafter:
         return len(context) <= config.n_positions and max(context) < config.vocab_size
 
     def propose(self, row, k):
-        """Fewer than k `Draft`s if the draft model cannot continue: no room, or no token allowed."""
+        """Up to k `Draft`s from the draft model; fewer if it has no room or no token that the options allow."""
         drafts, ids, context = [], list(row.ids), list(row.context)
         while len(drafts) < k and self._can_read(context):
             known = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
@@ -175,7 +175,7 @@ class PromptLookupDrafter:
         self.max_matching_ngram_size = max_matching_ngram_size
 
     def propose(self, row, k):
-        """What followed the n-gram: no `Draft`s if it did not occur before."""
+        """Up to k `Draft`s, the tokens that followed the n-gram the last time; none if it did not occur before."""
         ids = row.context
         for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
             ngram = ids[-size:]

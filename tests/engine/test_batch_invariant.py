@@ -67,15 +67,18 @@ def test_prompt_caches_of_the_two_modes_are_not_exchanged():
 
 def test_a_model_whose_smallest_products_are_packed_is_refused():
     code = """
+import numpy as np
+from minigen.engine.linear import pack_weight
 from minigen.engine.model import GPT2, GPT2Config
-for sizes in ({"n_positions": 8192, "n_head": 12}, {"n_inner": 40_000}):
+for make in (lambda: GPT2(GPT2Config(n_positions=8192), {}), lambda: pack_weight(np.zeros((40_000, 8), np.float32))):
     try:
-        GPT2(GPT2Config(**sizes), {})
+        make()
     except ValueError as error:
         print(error)
 """
     first, second = in_mode("1", code).splitlines()
-    assert "is 524288; it must be at most" in first and "is 40000; it must be at most" in second
+    assert "n_positions is 8192; it must be at most 7,812" in first and "unset" in first
+    assert "is 40000; it must be at most 31,250" in second and "unset" in second
 
 
 def test_products_that_depend_on_the_number_of_rows_are_refused():
