@@ -16,6 +16,7 @@ import pytest
 
 import minigen
 from minigen.command.main import main
+from minigen.kernels import chunked, linear, parallel
 from tests.oracles.tiny import tiny_config, tiny_params, write_byte_vocab, write_checkpoint
 
 
@@ -54,6 +55,14 @@ def tiny_folder(tmp_path_factory):
 def tiny(tiny_folder):
     """(model, tokenizer) of `tiny_folder`."""
     return minigen.load(str(tiny_folder))
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Three threads whatever the machine has, and workers of this test's own."""
+    for module in (parallel, linear, chunked):
+        monkeypatch.setattr(module, "THREADS", 3)
+    monkeypatch.setattr(parallel, "_jobs", None)
 
 
 class Result(NamedTuple):

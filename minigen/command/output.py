@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import minigen
 from minigen.command.colors import UNLIKELY, TokenColorizer
-from minigen.engine.batch_invariant import BATCH_INVARIANT
-from minigen.engine.linear import weights_are_blocked
+from minigen.kernels.batch_invariant import BATCH_INVARIANT
+from minigen.kernels.linear import weights_are_blocked
 from minigen.options import OPTIONS
 
 # Control characters, which could move a terminal's cursor or set its title -> symbols. Newline and tab stay.

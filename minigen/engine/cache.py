@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minigen.engine.batch_invariant import padded_length
 from minigen.engine.validation import is_int, require
+from minigen.kernels.batch_invariant import padded_length
 
 
 class PassPlan(NamedTuple):

@@ -14,15 +14,17 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT, require_unpacked
 from minigen.engine.cache import KVCache
-from minigen.engine.linear import embed, first_outputs, linear, pack_weight
-from minigen.engine.ops import ACTIVATIONS, chunked_attention, layer_norm, rowwise
-from minigen.engine.parallel import OneRowThreads, single_threaded_blas
+from minigen.engine.ops import ACTIVATIONS, attention, layer_norm
 from minigen.engine.validation import is_int, is_number, require, short_repr
+from minigen.kernels.batch_invariant import BATCH_INVARIANT, require_unpacked
+from minigen.kernels.chunked import chunked_attention, rowwise
+from minigen.kernels.linear import embed, first_outputs, linear, pack_weight
+from minigen.kernels.parallel import OneRowThreads, single_threaded_blas
 
 
 class Block:
@@ -57,7 +59,8 @@ class Block:
         if attention_hook is not None:
             attention_hook(self.layer, q, keys, self.scale, plan.mask)
         mask = None if plan.mask is None else plan.mask[:, :, -n_out:]  # [B, 1, T, S] -> [B, 1, n_out, S]
-        heads = chunked_attention(q[..., -n_out:], keys, values, self.scale, mask)  # [B, H, D, T] -> [B, n_out, H, D]
+        formula = partial(attention, scale=self.scale)
+        heads = chunked_attention(formula, q[..., -n_out:], keys, values, mask)  # [B, H, D, n_out] -> [B, n_out, H, D]
         return self.linear("attn.c_proj", heads.reshape(B, n_out, E))  # [B, n_out, H, D] -> [B, n_out, E]
 
     def mlp(self, x):

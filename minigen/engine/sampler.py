@@ -85,8 +85,8 @@ class Noise(NamedTuple):
     """The random numbers of one token of one text: a pure function of these fields and the token.
 
     So a text depends on the model, prompt, options, seed and number: not on the rest of the batch, the cache or, under
-    the coupled rule, drafts; max_tokens only cuts it. (Up to rounding: see batch_invariant.py.) There is no generator
-    whose state steps or rows would share.
+    the coupled rule, drafts; max_tokens only cuts it. (Up to rounding: see kernels/batch_invariant.py.) No generator
+    has a state that steps or rows would share.
     """
 
     seed: int

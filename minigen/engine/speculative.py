@@ -17,7 +17,7 @@ p and q are the distributions after all filters. A draft that the filters remove
 filtered too. The rejection rule yields p only if q is exactly the distribution that the draft was drawn from.
 
 Speculation pays if one pass over k + 1 tokens costs less than the passes it saves. A large model's pass is limited by
-memory bandwidth, so it reads the weights once for all of these tokens; see linear.py.
+memory bandwidth, so it reads the weights once for all of these tokens; see kernels/linear.py.
 """
 
 import time
@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from minigen.engine.decode import GeneratedToken
-from minigen.engine.parallel import single_threaded_blas
 from minigen.engine.sampler import NEG_INF, History, next_token_probs, sample_token
+from minigen.kernels.parallel import single_threaded_blas
 
 
 @dataclass

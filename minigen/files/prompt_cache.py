@@ -25,11 +25,11 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as to_safetensors
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT
 from minigen.engine.decode import common_prefix_length
-from minigen.engine.linear import Weight
 from minigen.engine.validation import shorten
 from minigen.files.atomic_write import write_atomic
+from minigen.kernels.batch_invariant import BATCH_INVARIANT
+from minigen.kernels.linear import Weight
 
 FORMAT, VERSION = "minigen prompt cache", "3"
 # The config's fields on which no key or value depends.

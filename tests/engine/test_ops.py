@@ -1,9 +1,8 @@
-"""The arithmetic: activations, softmax, layer norm and linear layers, against their formulas in float64."""
+"""The arithmetic: activations, softmax and layer norm, against their formulas in float64."""
 
 import numpy as np
 import pytest
 
-from minigen.engine.linear import embed, linear, pack_weight
 from minigen.engine.model import GPT2Config
 from minigen.engine.ops import ACTIVATIONS, layer_norm, softmax
 from tests.oracles import reference
@@ -57,36 +56,3 @@ def test_layer_norm_is_its_formula_and_uses_its_epsilon():
         expected = reference.layer_norm(*(a.astype(float) for a in (x, weight, bias)), eps)
         assert_close(layer_norm(x, weight, bias, eps), expected, 2e-5)
     np.testing.assert_array_equal(x, before)
-
-
-@pytest.mark.parametrize("blocked", [True, False])
-@pytest.mark.parametrize(
-    ("n_in", "n_out"), [(8, 1), (24, 24), (96, 257), (257, 96), (64, 1000), (4096, 33), (7000, 50)]
-)
-def test_linear_is_a_matrix_product_for_every_number_of_rows(n_in, n_out, blocked):
-    rng = np.random.default_rng(0)
-    matrix = rng.standard_normal((n_in, n_out)).astype(np.float32)
-    tied = np.ascontiguousarray(matrix.T).T  # as the head lies in memory: [V, E] seen as [E, V]
-    bias = rng.standard_normal(n_out).astype(np.float32)
-    weights = [pack_weight(matrix, blocked), pack_weight(tied, blocked)]
-    tolerance = 2e-6 * n_in**0.5 * 24
-    for n_rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 47, 100):
-        x = rng.standard_normal((n_rows, n_in)).astype(np.float32)
-        product = x.astype(float) @ matrix.astype(float)
-        for weight in weights:
-            before = x.copy()
-            assert_close(linear(x, weight, bias), product + bias, tolerance)
-            assert_close(linear(x, weight), product, tolerance)
-            np.testing.assert_array_equal(x, before)
-    x = rng.standard_normal((3, 2, n_in)).astype(np.float32)
-    expected = x.astype(float) @ matrix.astype(float) + bias
-    assert_close(linear(x, weights[0], bias), expected, tolerance)
-    assert_close(linear(x[:, -1], weights[0], bias), expected[:, -1], tolerance)
-
-
-@pytest.mark.parametrize("blocked", [True, False])
-def test_embed_picks_the_columns_of_a_packed_matrix(blocked):
-    wte = np.random.default_rng(0).standard_normal((257, 24)).astype(np.float32)
-    weight = pack_weight(wte.T, blocked)
-    ids = np.array([[0, 1, 31, 32], [63, 64, 255, 256]])
-    np.testing.assert_array_equal(embed(ids, weight), wte[ids])

@@ -54,7 +54,7 @@ def in_mode(value, code):
 @pytest.mark.slow
 def test_logits_do_not_depend_on_the_pass():
     """Misses: nothing that changes a bit. Slices, chunks, padding, capacity and other rows all vary."""
-    code = "from tests.engine.test_batch_invariant import differing_passes; print(*differing_passes())"
+    code = "from tests.kernels.test_batch_invariant import differing_passes; print(*differing_passes())"
     n_passes, n_differing = map(int, in_mode("1", code).split())
     assert n_passes > 100
     assert n_differing == 0
@@ -68,7 +68,7 @@ def test_prompt_caches_of_the_two_modes_are_not_exchanged():
 def test_a_model_whose_smallest_products_are_packed_is_refused():
     code = """
 import numpy as np
-from minigen.engine.linear import pack_weight
+from minigen.kernels.linear import pack_weight
 from minigen.engine.model import GPT2, GPT2Config
 for make in (lambda: GPT2(GPT2Config(n_positions=8192), {}), lambda: pack_weight(np.zeros((40_000, 8), np.float32))):
     try:
@@ -84,7 +84,7 @@ for make in (lambda: GPT2(GPT2Config(n_positions=8192), {}), lambda: pack_weight
 def test_products_that_depend_on_the_number_of_rows_are_refused():
     code = """
 import numpy as np
-from minigen.engine import linear
+from minigen.kernels import linear
 real = linear._blocked_matmul
 linear._blocked_matmul = lambda rows, blocks: real(rows, blocks) * np.float32(1 + 1e-6 * (len(rows) > 4))
 try:

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minigen.engine.batch_invariant import BATCH_INVARIANT, UNPACKED_MAX_MULTIPLIES, require_unpacked
-from minigen.engine.parallel import (
+from minigen.kernels.batch_invariant import BATCH_INVARIANT, UNPACKED_MAX_MULTIPLIES, require_unpacked
+from minigen.kernels.parallel import (
     PARALLEL_MIN_ELEMENTS,
     THREADS,
     blas_is_single_threaded,
     parallel_for,
     single_threaded_blas,
 )
-from minigen.engine.validation import require
 
 
 class Weight(NamedTuple):
@@ -190,9 +189,11 @@ def weights_are_blocked():
     Raises ValueError if MINIGEN_LINEAR has an invalid value, or if this machine cannot do MINIGEN_BATCH_INVARIANT.
     """
     asked = os.environ.get("MINIGEN_LINEAR", "")
-    require(asked in ("", "blocks", "plain"), "MINIGEN_LINEAR", asked, "blocks, plain (BLAS alone), or unset")
+    if asked not in ("", "blocks", "plain"):
+        raise ValueError(f"MINIGEN_LINEAR is {asked!r}; it must be blocks, plain (BLAS alone), or unset")
     if BATCH_INVARIANT:
-        require(asked != "plain", "MINIGEN_LINEAR", asked, "blocks or unset with MINIGEN_BATCH_INVARIANT")
+        if asked == "plain":
+            raise ValueError("MINIGEN_LINEAR is 'plain'; it must be blocks or unset with MINIGEN_BATCH_INVARIANT")
         _check_batch_invariance()
         return True
     if asked:

@@ -1,4 +1,4 @@
-"""Work shared among threads, and the linear layers that do so: results, errors, forks, exits, choice of layout."""
+"""The thread pool and BLAS's own threads: every task once, errors, forks, exits, who shares a product of one row."""
 
 import os
 import runpy
@@ -9,25 +9,11 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-import numpy as np
 import pytest
 
-from minigen.engine import linear as linear_module
-from minigen.engine import ops
-from minigen.engine import parallel as threads
-from minigen.engine.linear import linear, pack_weight
-from minigen.engine.ops import attention_weights, chunked_attention
+from minigen.kernels import parallel as threads
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def three_threads(monkeypatch):
-    """Three threads whatever the machine has, and workers of this test's own."""
-    monkeypatch.setattr(threads, "THREADS", 3)
-    for module in (ops, linear_module):
-        monkeypatch.setattr(module, "THREADS", 3)
-    monkeypatch.setattr(threads, "_jobs", None)
 
 
 def python(code, **environment):
@@ -178,11 +164,11 @@ def test_the_number_of_threads(environment, expected, monkeypatch):
 
 START = "import threading, minigen; assert threading.active_count() == 1;"
 RUN = (
-    "import numpy as np; from minigen.engine import linear, ops, parallel as threads;"
-    "threads.THREADS = ops.THREADS = linear.THREADS = 2;"
+    "import numpy as np; from minigen.kernels import linear, parallel as threads;"
+    "threads.THREADS = linear.THREADS = 2;"
     "w = np.arange(1_200_000, dtype=np.float32).reshape(1200, 1000) % 7; x = np.ones((5, 1200), np.float32);"
     "weight = linear.pack_weight(w, 'row_blocks');"
-    "from minigen.engine.parallel import single_threaded_blas;"  # in which the pool shares the products
+    "from minigen.kernels.parallel import single_threaded_blas;"  # in which the pool shares the products
     # Small whole numbers: exact in any order.
     "right = single_threaded_blas()(lambda: np.array_equal(linear.linear(x, weight), x @ w));"
 )
@@ -218,7 +204,7 @@ print(os.waitpid(child, 0)[1], right())
 
 BLAS = (
     "import numpy as np, threadpoolctl, threading;"
-    "from minigen.engine import parallel; from minigen.engine.model import GPT2, GPT2Config;"
+    "from minigen.kernels import parallel; from minigen.engine.model import GPT2, GPT2Config;"
     "counts = lambda: [library['num_threads'] for library in threadpoolctl.threadpool_info()];"
     "threadpoolctl.threadpool_limits(3, 'blas'); before = counts(); assert before and set(before) == {3};"
 )
@@ -314,171 +300,3 @@ def test_a_pass_inside_another_that_set_blas_to_one_thread_is_not_counted_as_bla
         with choice.share():
             pass
     assert choice.seconds == {"blas": 0, "pool": 0}
-
-
-@pytest.mark.parametrize("blocked", [True, False])
-@pytest.mark.parametrize("shape", [(256, 4500), (500, 2103), (100, 37), (1024, 1026)])
-def test_one_row_has_the_same_digits_on_all_threads(shape, blocked):
-    rng = np.random.default_rng(0)
-    weight = pack_weight(rng.standard_normal(shape, np.float32), blocked)
-    x = rng.standard_normal((1, shape[0]), np.float32)
-    expected = linear(x, weight)
-    with threads.single_threaded_blas():
-        np.testing.assert_array_equal(linear(x, weight), expected)
-
-
-# ---- linear layers and attention on several threads --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("blocked", [True, False])
-def test_linear_on_several_threads_is_the_same_product(three_threads, blocked):
-    rng = np.random.default_rng(0)
-    matrix, bias = rng.standard_normal((768, 1403)).astype(np.float32), rng.standard_normal(1403).astype(np.float32)
-    weight = pack_weight(matrix, blocked)
-    for n_rows in (1, 2, 5, 16, 17, 31, 40):
-        x = rng.standard_normal((n_rows, 768)).astype(np.float32)
-        with threads.single_threaded_blas():  # otherwise BLAS's threads share the product
-            found = linear(x, weight, bias)
-        np.testing.assert_allclose(found, x.astype(float) @ matrix.astype(float) + bias, atol=5e-4)
-
-
-def test_several_threads_may_use_one_weight_at_once(three_threads):
-    rng = np.random.default_rng(0)
-    matrix = rng.integers(-3, 4, (512, 2050)).astype(np.float32)  # exact in any order
-    weight = pack_weight(matrix, blocked=True)
-    wrong = []
-
-    def run(seed):
-        own = np.random.default_rng(seed)
-        for _ in range(30):
-            x = own.integers(-3, 4, (own.integers(1, 12), 512)).astype(np.float32)
-            if not np.array_equal(linear(x, weight), x @ matrix):
-                wrong.append(seed)
-
-    runners = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    with threads.single_threaded_blas():
-        for runner in runners:
-            runner.start()
-        for runner in runners:
-            runner.join()
-    assert not wrong
-
-
-def slow_attention(q, keys, values, scale, mask):
-    """softmax(q @ k.T * scale) @ v in float64, query by query."""
-    B, H, _, T = q.shape
-    out = np.zeros((B, T, H, values.shape[2]))
-    for b, h, t in np.ndindex(B, H, T):
-        scores = keys[b, h].T.astype(float) @ q[b, h, :, t].astype(float) * scale
-        if mask is not None:
-            scores[~mask[b if len(mask) > 1 else 0, 0, t]] = -np.inf
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ values[b, h].T.astype(float)
-    return out
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("B", "H", "T", "S", "D"),
-    [
-        (1, 2, 1, 1, 4),
-        (1, 3, 1, 300, 64),
-        (1, 12, 1, 900, 64),
-        (1, 4, 3, 2100, 64),
-        (2, 4, 5, 130, 64),
-        (1, 2, 40, 40, 8),
-        (3, 2, 70, 200, 16),
-    ],
-)
-def test_attention_is_the_formula(three_threads, B, H, T, S, D, masked):
-    rng = np.random.default_rng(T)
-    q = 3 * rng.standard_normal((B, H, D, T)).astype(np.float32)
-    # Views of a longer cache, as attention gets them; what lies behind must not be read.
-    keys, values = (np.full((B, H, D, S + 5), np.nan, np.float32)[..., :S] for _ in range(2))
-    keys[:], values[:] = rng.standard_normal((2, B, H, D, S))
-    mask = None
-    if masked:
-        mask = rng.random((B, 1, T, S)) < 0.3
-        mask[..., S // 3] |= ~mask.any(-1)
-        mask[:, :, T // 2 :, S // 2 :] = False  # whole columns that later chunks of queries do not see
-        mask[..., 0] |= ~mask.any(-1)
-    before = q.copy()
-    found = chunked_attention(q, keys, values, np.float32(0.3), mask)
-    assert (found.shape, found.dtype) == ((B, T, H, D), np.float32)
-    np.testing.assert_allclose(found, slow_attention(q, keys, values, 0.3, mask), atol=2e-5)
-    np.testing.assert_array_equal(q, before)
-
-
-def test_attention_weights_are_what_attention_multiplies_the_values_by():
-    rng = np.random.default_rng(0)
-    q, keys = (rng.standard_normal((2, 3, 16, n)).astype(np.float32) for n in (5, 40))
-    mask = np.tril(np.ones((5, 40), bool), 30)[None, None] & (rng.random((2, 1, 5, 40)) < 0.5)
-    mask[..., 0] = True
-    one_hot = np.broadcast_to(np.eye(40), (2, 3, 40, 40))  # values that pick out each weight
-    for seen in (mask, None):
-        found = attention_weights(q, keys, np.float32(0.3), seen)
-        np.testing.assert_allclose(found.swapaxes(1, 2), slow_attention(q, keys, one_hot, 0.3, seen), atol=1e-6)
-        assert seen is None or (found[~np.broadcast_to(seen, found.shape)] == 0).all()
-
-
-@pytest.mark.parametrize("columns", [slice(None), slice(3, -2)], ids=["contiguous", "a slice"])
-@pytest.mark.parametrize("shape", [(2, 5, 101), (3, 700, 101)], ids=["small", "large"])
-def test_rowwise_is_the_function_of_every_row(three_threads, shape, columns):
-    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)[..., columns]
-    before = x.copy()
-    np.testing.assert_array_equal(ops.rowwise(lambda rows: rows - rows[..., :1], x), x - x[..., :1])
-    np.testing.assert_array_equal(x, before)
-    np.testing.assert_array_equal(ops.rowwise(lambda rows: 2 * rows + 1, x, out=x), 2 * before + 1)
-
-
-# ---- the choice of layout ----------------------------------------------------------------------------------------
-
-
-def compute_for(seconds):
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocked", [True, False])
-def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
-    real = linear_module._matmul
-
-    def slowed(rows, weight, out):
-        if (weight.blocks is None) == blocked:
-            compute_for(0.02)
-        real(rows, weight, out)
-
-    monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
-    monkeypatch.setattr(linear_module, "_matmul", slowed)
-    assert linear_module.weights_are_blocked.__wrapped__() is blocked
-
-
-def test_minigen_linear_forces_a_layout_or_is_refused(monkeypatch):
-    chosen = linear_module.weights_are_blocked.__wrapped__
-    for asked, blocked in (("plain", False), ("blocks", True)):
-        monkeypatch.setenv("MINIGEN_LINEAR", asked)
-        assert chosen() is blocked
-    for asked, in_mode, allowed in (("fast", False, "blocks, plain"), ("plain", True, "with MINIGEN_BATCH_INVARIANT")):
-        monkeypatch.setenv("MINIGEN_LINEAR", asked)
-        monkeypatch.setattr(linear_module, "BATCH_INVARIANT", in_mode)
-        with pytest.raises(ValueError, match=f"MINIGEN_LINEAR is '{asked}';.*{allowed}"):
-            chosen()
-
-
-@pytest.mark.parametrize("n_in", [8, 100, 768, 1024, 1280, 1600, 3072, 4096, 6400, 20000])
-def test_no_product_of_a_block_is_large_enough_to_be_packed(monkeypatch, n_in):
-    sizes, real = [], np.matmul
-
-    def matmul(a, b, out=None):
-        rows, inner, columns = *a.shape[-2:], b.shape[-1]
-        sizes.append((rows, rows * inner * columns, rows * columns))
-        return real(a, b, out=out)
-
-    weight = pack_weight(np.ones((n_in, 70), np.float32), blocked=True)
-    monkeypatch.setattr(ops.np, "matmul", matmul)
-    for n_rows in (2, 3, 8, 9, 16, 17, 31):  # one row takes the dense weight
-        linear(np.ones((n_rows, n_in), np.float32), weight)
-    assert sizes
-    assert all(rows >= 2 and multiplies <= 1_000_000 and results <= 1_200 for rows, multiplies, results in sizes)

@@ -14,8 +14,6 @@ The mode costs time: a step of gpt2's shape takes 1.3 times as long, a prompt of
 
 import os
 
-from minigen.engine.validation import require
-
 BATCH_INVARIANT = os.environ.get("MINIGEN_BATCH_INVARIANT", "") not in ("", "0")
 SLOT_BLOCK = 64
 
@@ -38,4 +36,7 @@ def max_queries(n_slots, d_head):
 def require_unpacked(name, size, row_size):
     """Raise ValueError if BLAS would pack a product with two rows of this many multiplications per unit of `size`."""
     most = UNPACKED_MAX_MULTIPLIES // (2 * row_size)
-    require(size <= most, name, size, f"at most {most:,} with MINIGEN_BATCH_INVARIANT; unset that to run this model")
+    if size > most:
+        raise ValueError(
+            f"{name} is {size}; it must be at most {most:,} with MINIGEN_BATCH_INVARIANT; unset that to run this model"
+        )
