@@ -32,15 +32,15 @@ def linear(x, weight, bias=None):
     rows = x.reshape(-1, x.shape[-1])  # [..., n_in] -> [rows, n_in]
     y = np.empty((len(rows), weight.dense.shape[1]), np.float32)
     n_slices = _number_of_slices(weight, len(rows))
+    if n_slices == 1:
+        _multiply(rows, weight, bias, out=y)
+    else:
 
-    def compute(index):
-        outputs, part = _slice(weight, index, n_slices)
-        result = y[:, outputs]
-        _matmul(rows, part, out=result)
-        if bias is not None:
-            result += bias[outputs]
+        def compute(index):
+            outputs, part = _slice(weight, index, n_slices)
+            _multiply(rows, part, None if bias is None else bias[outputs], out=y[:, outputs])
 
-    parallel_for(compute, n_slices)
+        parallel_for(compute, n_slices)
     return y.reshape(*x.shape[:-1], y.shape[1])  # [rows, n_out] -> [..., n_out]
 
 
@@ -101,8 +101,6 @@ def _number_of_slices(weight, n_rows):
 
 def _slice(weight, index, n_slices):
     """One of n_slices of a weight's outputs: (slice of the outputs, `Weight` of these)."""
-    if n_slices == 1:
-        return slice(None), weight
     n_out = weight.dense.shape[1]
     width = SPAN if weight.blocks is None else weight.blocks.shape[2]
     n_blocks = -(-n_out // width)
@@ -111,8 +109,8 @@ def _slice(weight, index, n_slices):
     return outputs, Weight(weight.dense[:, outputs], None if weight.blocks is None else weight.blocks[first:last])
 
 
-def _matmul(rows, weight, out):
-    """rows @ weight, written to `out`, by the fastest path for this number of rows."""
+def _multiply(rows, weight, bias, out):
+    """rows @ weight + bias, written to `out`, by the fastest path for this number of rows."""
     (dense, blocks), n_rows = weight, len(rows)
     n_out = dense.shape[1]
     if BATCH_INVARIANT or (blocks is not None and 1 < n_rows < DENSE_MIN_ROWS):
@@ -128,6 +126,8 @@ def _matmul(rows, weight, out):
         np.matmul(rows[:, None], dense, out=out[:, None])
     else:
         np.matmul(rows, dense, out=out)
+    if bias is not None:
+        out += bias
 
 
 def _blocked_matmul(rows, blocks):
@@ -209,7 +209,7 @@ def weights_are_blocked():
         for _ in range(6):
             for blocked in (False, True):
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
-                _matmul(rows, packed[blocked], y)
+                _multiply(rows, packed[blocked], None, y)
                 seconds[blocked] = min(seconds[blocked], time.thread_time() - start)
     # Require a clear margin, so that near-ties resolve the same way every run: the two add up in different orders, so
     # their results differ in the last bits.

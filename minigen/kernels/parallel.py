@@ -114,7 +114,7 @@ class OneRowThreads:
 
     BLAS's threads spin between two products, so they begin sooner: a step of gpt2's shape takes 29 ms instead of 35 on
     two idle cores. But in each product they wait for each other, and so for any other program that has one of the
-    cores: with another two programs, 780 ms instead of 100. Both give the same digits; see `linear._matmul`.
+    cores: with another two programs, 780 ms instead of 100. Both give the same digits; see `linear._multiply`.
     """
 
     MIN_RETRY, MAX_RETRY = 8, 256

@@ -105,15 +105,15 @@ def compute_for(seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocked", [True, False])
 def test_the_layout_that_is_slower_is_not_taken(monkeypatch, blocked):
-    real = linear_module._matmul
+    real = linear_module._multiply
 
-    def slowed(rows, weight, out):
+    def slowed(rows, weight, bias, out):
         if (weight.blocks is None) == blocked:
             compute_for(0.02)
-        real(rows, weight, out)
+        real(rows, weight, bias, out)
 
     monkeypatch.delenv("MINIGEN_LINEAR", raising=False)
-    monkeypatch.setattr(linear_module, "_matmul", slowed)
+    monkeypatch.setattr(linear_module, "_multiply", slowed)
     assert linear_module.weights_are_blocked.__wrapped__() is blocked
 
 
