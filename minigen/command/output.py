@@ -228,11 +228,12 @@ def model_line(name, folder, model):
 def header(name, folder, model, draft_name, options):
     """The model, and every setting that is needed to repeat the run."""
     beams = options.get("num_beams", 1) > 1
-    always = ["max_tokens"] if beams else ["temperature", "top_p", "max_tokens"]
+    draws = not beams and options.get("temperature") != 0
+    always = [*(["temperature"] if not beams else []), *(["top_p"] if draws else []), "max_tokens"]
     if draft_name or options.get("prompt_lookup_num_tokens"):
         always.append("speculation_rule")
     settings = {option: OPTIONS[option].default for option in always} | options
-    if beams or settings["temperature"] == 0:  # nothing is drawn
+    if not draws:
         del settings["seed"]
     listed = " ".join(f"{option} {value!r}" for option, value in settings.items() if value != {})
     drafts = f" · drafts by {draft_name}" if draft_name else ""
