@@ -200,9 +200,11 @@ class KVCache:
                 # The right-hand side is a copy made before anything is written, so rows may swap.
                 slots[moved, ..., start:used] = slots[rows[moved], ..., start:used]
         else:
-            resized = [np.zeros((len(rows), *slots.shape[1:]), np.float32) for slots in self.keys + self.values]
-            for old, new in zip(self.keys + self.values, resized, strict=True):
-                new[..., :used] = old[rows, ..., :used]
-            L = len(self.keys)
-            self.keys, self.values = resized[:L], resized[L:]
+
+            def resized(slots):
+                new = np.zeros((len(rows), *slots.shape[1:]), np.float32)
+                new[..., :used] = slots[rows, ..., :used]
+                return new
+
+            self.keys, self.values = list(map(resized, self.keys)), list(map(resized, self.values))
         self.slot_pos, self.length = self.slot_pos[rows], self.length[rows]

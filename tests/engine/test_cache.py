@@ -379,14 +379,15 @@ def test_a_cache_reused_after_a_longer_text_gives_the_same_bits_as_a_new_one(win
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("rows", [[1, 0, 0, 2], [3, 0, 2], [0, 0, 1, 3, 2]])
-def test_reordered_rows_equal_computing_the_chosen_rows_anew(rows, window):
+@pytest.mark.parametrize("promise", [{}, {"shared": 4}], ids=str)
+def test_reordered_rows_equal_computing_the_chosen_rows_anew(promise, rows, window):
     """B05: rows that swap, repeat and vanish; a prompt that all have; a ring that has wrapped."""
     first = random_ids(4, 11, seed=1)
-    first[:, :4] = first[0, :4]  # four ids that all rows share
+    first[:, : promise.get("shared", 0)] = first[0, : promise.get("shared", 0)]
     second = random_ids(len(rows), 4, seed=2)
     cache = MODEL.new_cache(4, 20 if window is None else 8, window)
     feed(MODEL, first, cache, [4, 4, 3])
-    cache.reorder(rows, shared=4)
+    cache.reorder(rows, **promise)
     texts = np.concatenate([first[rows], second], axis=1)
     assert_last_logits(feed(MODEL, second, cache, [1, 3]), texts, window)
 
@@ -439,7 +440,7 @@ def test_what_a_cache_shows_of_itself():
     cache.allocate(np.array([[0, 1], [-1, 0]]))
     # 2 * 3 layers * 2 heads * 4 * 1,000 slots * 2 rows * 4 bytes = 0.37 MiB
     assert repr(cache) == ("<KVCache: 3 layers x 2 heads x 4, 2 rows of 1000 slots, window 9, 0.4 MiB, lengths [2, 1]>")
-    assert "window" not in repr(KVCache(1, 2, 4, 5))
+    assert repr(KVCache(1, 2, 4, 5)) == "<KVCache: 1 layers x 2 heads x 4, 1 rows of 5 slots, 0.0 MiB, lengths [0]>"
 
 
 def test_a_prefix_is_what_was_stored_at_the_first_positions():
