@@ -7,7 +7,7 @@ ms are per token after the prompt, k is the number of drafts for each pass of th
 multiple of plain decoding's. "% accepted" counts all drafts; with k=1 each of them is the first of its pass.
 
 1. The bundled pair, fairytale drafted by distilfairytale, with each rule.
-2. Models of a shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, dear ones for a small one.
+2. Models of a shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, expensive ones for a small one.
    The acceptance rate is given, from 0 to 1. With --quick the bundled pair replaces the shapes.
 3. N-gram drafts for the first of the targets: on a text that copies its prompt, on a fresh text without any repeated
    token, and on one that shuffles its prompt's tokens, for which most drafts are wrong.
