@@ -7,14 +7,15 @@ ms are per token after the prompt, k is the number of drafts for each pass of th
 multiple of plain decoding's. "% accepted" counts all drafts; with k=1 each of them is the first of its pass.
 
 1. The bundled pair, fairytale drafted by distilfairytale, with each rule.
-2. Models of a shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, expensive ones for a small one.
-   The acceptance rate is given, from 0 to 1. With --quick the bundled pair replaces the shapes.
+2. Models of a given shape, drafted by one of distilgpt2's shape: cheap drafts for a large target, expensive drafts for
+   a small one. The acceptance rate is given, from 0 to 1. With --quick the bundled pair replaces the shapes.
 3. N-gram drafts for the first of the targets: on a text that copies its prompt, on a fresh text without any repeated
    token, and on one that shuffles its prompt's tokens, for which most drafts are wrong.
 
-Random weights accept almost no drafts and copy nothing. So in 2 and 3 the models compute in full, and then their logits
-are made certain of a given text's next token, the draft's of another one for a random share of the tokens: it pays its
-real cost, and its acceptance rate is known.
+With random weights, almost no draft would be accepted, and nothing would be copied. So in 2 and 3 both models do all
+their work, and then their logits are replaced: the target is made to choose the next token of a given text, and the
+draft model to propose this token or, for a random share of the tokens, another one. So each draft has its real cost,
+and the acceptance rate is known.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The front door: `load`, `generate` and `stream` check the arguments and choose the decoder."""
+"""The public functions `load`, `generate` and `stream`: they check the arguments and choose the decoder."""
 
 from __future__ import annotations
 

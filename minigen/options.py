@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 
 
 def _parser(convert):
-    """Reads typed text. What it cannot convert stays text, which is then out of the option's range."""
+    """Converts typed text to a value. What cannot be converted stays text, which the range check refuses."""
 
     def parse(text):
         try:
@@ -171,7 +171,7 @@ class Option(NamedTuple):
     default: object
     kind: Kind
     metavar: str | None
-    group: str | None  # its heading on the help page; None: only Python has it
+    group: str | None  # its heading on the help page; None: it exists only in Python
     used_by: str | None  # a key of USERS; None: every run
     flags: str  # beyond --its-name: short ones, and other engines' names
     help: str  # what it does
@@ -190,7 +190,7 @@ class Option(NamedTuple):
         return tuple(map(as_python, value)) if isinstance(value, list | tuple) else value
 
     def is_neutral(self, value):
-        """Whether the value asks for nothing, so that it conflicts with no other option."""
+        """Whether the value has no effect, so that it conflicts with no other option."""
         return value is None or value == (self.default if self.kind is SWITCH else self.kind.off)
 
 
@@ -285,7 +285,7 @@ class BeamConfig(Config):
     length_penalty: float = option(1.0, real(-10, 10), "X", "beam search", "beams",
         help="rank by log-probability / length ** X: 0 favours short texts, larger X longer ones")
     early_stopping: bool | Literal["never"] = option(False, EARLY_STOPPING, "WHEN", "beam search", "beams",
-        help="true: stop at N finished texts; false: if no other looks better; never: if none can")
+        help="true: stop at N finished texts; false: if no other text looks better; never: if none can become better")
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ CONFLICTS = (
     ("num_beams", lambda run: run.drafts, "it cannot be combined with speculative decoding: use one of the two"),
     ("context_shift", lambda run: run.beams, "beam search cannot use it: leave it out"),
     ("prompt_lookup_num_tokens", lambda run: run.draft_model, "there is also a draft model: use one of the two"),
-    ("num_return_sequences", lambda run: run.drafts and run.n > 1, "speculative decoding makes one text at a time"),
+    ("num_return_sequences", lambda run: run.drafts and run.n > 1, "speculative decoding generates one text at a time"),
     ("use_cache", lambda run: run.drafts, "speculative decoding needs the K/V cache"),
     ("use_cache", lambda run: run.cached, "a prompt cache needs the K/V cache"),
     ("window", lambda run: run.cached, "a prompt cache keeps the whole prompt: use one of the two"),
@@ -439,7 +439,7 @@ def check_options(options, *, drafts=False, cached=False, model=None, tokenizer=
     given = {name: value for name, value in options.items() if not OPTIONS[name].is_neutral(value)}
     check_conflicts(CONFLICTS, given, run)
     if model is not None:
-        # A shift must have half of the context to drop, or it would make room for few tokens.
+        # If more than half of the context were kept, each shift would make room for only a few tokens.
         n_positions = model.config.n_positions
         allowed = f"less than half the model's context of {n_positions} tokens with {{context_shift}}"
         require(not run.shift or decoding.keep < n_positions / 2, "keep", decoding.keep, allowed)
@@ -451,7 +451,7 @@ PARTS = {"model": ("config", "forward"), "tokenizer": ("encode", "token_bytes")}
 
 
 def is_loaded(name, value):
-    """Whether a value is a "model" or a "tokenizer": any object that has what every run uses."""
+    """Whether a value can serve as a "model" or "tokenizer": any object with the attributes that every run uses."""
     return not isinstance(value, type) and all(hasattr(value, part) for part in PARTS[name])
 
 
@@ -468,7 +468,7 @@ def check_loaded(**objects):
 
 
 def takes_options(function: Function) -> Function:
-    """Decorator: the signature and the docstring of a function that takes **options show each of them."""
+    """Decorator: adds every option to the signature and the docstring of a function that takes **options."""
     signature = inspect.signature(function)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     keywords = [

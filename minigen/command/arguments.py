@@ -20,7 +20,7 @@ NAME = Kind("a name", lambda value: isinstance(value, str))
 FILE = Kind("the name of a file", lambda value: isinstance(value, str) and value)
 INPUT = FILE._replace(allowed="the name of a file, or - for stdin")
 STRIDE = whole(1)._replace(contains=is_int)  # its range depends on the model
-MAX_BYTES = 2**26  # the most that is read of a file: no text that fits a model or can be scored in a day is longer
+MAX_BYTES = 2**26  # the most that is read from a file: no longer text fits a model, or can be scored within a day
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CommandConfig(Config):
     interactive: bool = option(False, SWITCH, None, "prompt", None, "-i",
         help="read a line, continue it, read the next; /help lists the commands")
     speculative: bool = option(False, SWITCH, None, "speculative decoding",
-        help="the default draft model of the model proposes tokens, the model verifies them")
+        help="the model's default draft model proposes tokens, the model verifies them")
     draft_model: str | None = option(None, NAME, "NAME", "speculative decoding",
         help="this smaller model proposes tokens, the model verifies them")
     prompt_cache: str | None = option(None, FILE, "FILE", "cache",
@@ -121,7 +121,7 @@ def help_page():
 
 # ---------------------------------------------------------------------------------------- parsing
 
-# What other programs have -> what to do here.
+# Options of other programs -> what to do here.
 HINTS = {
     "--greedy": "use --temperature 0",
     "--do-sample": "leave it out; --temperature 0 is greedy decoding",

@@ -54,7 +54,7 @@ def _run_turn(session, text, style):
 
 
 def run_interactive(session, prompts, style, quiet, describe):
-    """Read lines until stdin ends, and print what the model makes of each; return the exit code.
+    """Read lines until stdin ends, and print how the model continues each; return the exit code.
 
     prompts: the first turns. describe: an error -> its message. A turn that fails prints an error and leaves the
     session unchanged. If nobody is typing, the exit code is then 2, and Ctrl-C ends the run.
@@ -104,5 +104,5 @@ def run_interactive(session, prompts, style, quiet, describe):
         except KeyboardInterrupt:
             if not typed:
                 raise
-            signals.raise_on_next_signal()  # it was the turn's end; the next one follows
+            signals.raise_on_next_signal()  # Ctrl-C ended this turn; the next one follows
     return 2 if failed and not typed else 0

@@ -32,8 +32,8 @@ def is_terminal(stream):
 def _write(stream, text, errors):
     """Write all of `text` as UTF-8, whatever the locale, at once. Raises OSError if that is not possible.
 
-    It goes past Python's buffer, where a failure would come up only at exit; and Python's text layer drops what the
-    system does not take in one piece, such as the rest of a text for a pipe that is full and does not block.
+    It bypasses Python's buffer, where a failure would be noticed only at exit, and Python's text layer, which drops
+    what the system does not accept in one piece, for example if the stream is a full pipe that does not block.
     """
     if stream is None:  # it was closed before Python started
         raise OSError("it is closed")
@@ -192,7 +192,7 @@ def print_texts(steps, prompts, seed, style):
 
 
 def print_logprobs(completions, only_unlikely):
-    """The log-probability of each token, or only of unlikely ones, and of the most probable tokens in its place."""
+    """The log-probability of each token, or only of unlikely ones, and of the most probable tokens at its place."""
     for number, done in enumerate(completions, 1):
         heading = f"text {number} of {len(completions)}: " if len(completions) > 1 else ""
         entries = done.logprobs

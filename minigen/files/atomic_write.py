@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def beside(path):
-    """(`path` with links resolved, so that a link stays one; the path of a temporary file in the same folder)."""
+    """(`path` with links resolved, so that a link is kept; the path of a temporary file in the same folder)."""
     path = Path(os.path.realpath(path))
     return path, path.with_name(f".{secrets.token_hex(8)}.tmp")
 

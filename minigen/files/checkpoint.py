@@ -2,8 +2,8 @@
 
 A checkpoint is a folder with config.json and model.safetensors, or several shards that model.safetensors.index.json
 lists. A safetensors file is an 8-byte header length, a JSON header with dtype, shape and place of each tensor, and the
-tensors' bytes. It is read here rather than by the safetensors library because NumPy, and so the library's NumPy side,
-has no bfloat16, and to read each tensor straight into the array in which it stays.
+tensors' bytes. It is read here rather than by the safetensors library for two reasons: NumPy, and so the library's
+NumPy interface, has no bfloat16; and here each tensor is read straight into its final array.
 """
 
 import errno
@@ -33,7 +33,7 @@ PARAMETER = re.compile(r"(h\.\d+|wte|wpe|ln_f)\..*")
 
 
 def is_file(path):
-    """Whether there is a file at `path`. Raises OSError if that cannot be told, as in a folder without permission."""
+    """Whether there is a file at `path`. Raises OSError if that is unknown, as in a folder without permission."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except ValueError:  # a name that no file can have
@@ -87,7 +87,9 @@ def load_config(folder):
         config = GPT2Config.from_dict(content)
         path = generation_path
         config = replace(config, **token_ids)
-    except RecursionError as error:  # a value just less deep than JSON's parser allows, in an error message
+    except (
+        RecursionError
+    ) as error:  # an error message that shows a value nested nearly as deeply as JSON's parser allows
         raise ValueError(f"{path}: {error}") from error
     except ValueError as error:
         raise ValueError(str(error) if str(folder) in str(error) else f"{path}: {error}") from error
@@ -190,7 +192,7 @@ def _read_header(path):
                 raise OSError(
                     f"it is a Git LFS pointer: run `git lfs pull` in {path.parent}, or download the file itself"
                 )
-            if data > min(size, 8 + 10**8):  # the format allows no longer headers
+            if data > min(size, 8 + 10**8):  # the format does not allow longer headers
                 raise ValueError(f"it has {size} bytes, its header declares {data} or more")
             header = json.loads(file.read(data - 8).decode(), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
@@ -208,8 +210,8 @@ def _read_header(path):
 
 
 def _read_values(stored, start=0, count=None):
-    """`count` values of a tensor from the `start`th on, by default all, as float32 in one dimension."""
-    # fromfile reads into an array that NumPy allocates, without a second copy, and NumPy asks for huge pages for large
+    """`count` values of a tensor, beginning with value `start`, by default all: float32 [count]."""
+    # fromfile reads straight into an array that NumPy allocates, and NumPy asks for huge pages for large
     # arrays; a buffer that a reader provides has none.
     dtype = np.dtype(DTYPES[stored.dtype])
     count = math.prod(stored.shape) if count is None else count
@@ -241,7 +243,7 @@ def _join_names(names, most=6):
 
 
 class StoredWeights(Mapping):
-    """Parameter name -> float32 array; each is read from its file when it is asked for, by any thread.
+    """Parameter name -> float32 array. Each array is read from its file when it is accessed, from any thread.
 
     Largest first, to keep peak memory low: the temporaries of large tensors are freed before the rest is read.
     """
@@ -284,8 +286,9 @@ def _find_tensors(folder):
 def load_weights(folder, config):
     """All parameters of a checkpoint as `StoredWeights`, in the shapes of the configuration.
 
-    Raises OSError if files are missing. Raises ValueError, naming the tensors, if one is missing, left over, duplicated
-    or of another shape or dtype. Warns of other models' heads and of an output head that a tied configuration ignores.
+    Raises OSError if files are missing. Raises ValueError, naming the tensors, if one is missing, unexpected or
+    duplicated, or has the wrong shape or dtype. Warns of tensors of other models' heads, and of an output head that a
+    tied configuration ignores.
     """
     folder = Path(folder)
     tensors = _find_tensors(folder)

@@ -13,8 +13,8 @@ from minigen.files.tokenizer_files import JSON_FILES
 DEFAULT_MODEL = "fairytale"
 # The bundled models: inside the package in an installed wheel, beside it in a checkout.
 WEIGHTS_FOLDERS = [folder / "weights" for folder in Path(__file__).resolve().parents[1:3]]
-# What is downloaded of a hub repository, which may hold the same weights in five other formats. The weights come last:
-# if they are in the cache, all files are.
+# The files to download from a hub repository, which may hold the same weights in five other formats. The weights come
+# last: if they are in the cache, so are all other files.
 SMALL_FILES = ["config.json", "generation_config.json", "model.safetensors.index.json", "merges.txt", *JSON_FILES]
 WEIGHTS = ["model*.safetensors"]
 
@@ -32,7 +32,7 @@ def _missing_files(folder):
     except OSError as error:
         return str(error)
     except ValueError:
-        pass  # an index that cannot be used: `load_weights` says so
+        pass  # `load_weights` reports an index that cannot be used
     if not is_file(folder / "config.json"):
         return f"{folder} has no config.json"
     if is_file(folder / "tokenizer.json") or all(is_file(folder / name) for name in ("vocab.json", "merges.txt")):

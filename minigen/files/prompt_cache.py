@@ -37,10 +37,11 @@ WITHOUT_EFFECT = {"bos_token_id", "eos_token_id", "reorder_and_upcast_attn"}
 
 
 def reuse_prompt(path, run, prompt, tokens):
-    """The same generated tokens of a run with a single prompt, whose keys and values come from the file if it has them.
+    """The generated tokens of a run with a single prompt, whose keys and values are taken from the file if it has them.
 
-    The file afterwards begins with the whole prompt. The first token raises OSError if the path cannot be read, or its
-    folder cannot be written to although it has to be, and ValueError for a damaged file, or one of another model.
+    Afterwards, the prompt in the file begins with all of this one. The first token raises OSError if the path cannot be
+    read, or if the file has to be written and its folder does not allow that, and ValueError for a damaged file, or one
+    of another model.
     """
     path = Path(path)
     run.cache = run.new_cache([prompt])
@@ -56,7 +57,7 @@ def reuse_prompt(path, run, prompt, tokens):
 def fingerprint(model):
     """A SHA-256, in hexadecimal, of the config, of sums over every parameter, and of the batch invariance mode.
 
-    The sums add up the bit patterns of the values, of a matrix along both axes. Unlike sums of floats they do not
+    The sums are of the values' bit patterns, for a matrix along both axes. Unlike sums of floats, they do not
     depend on the order of memory, and any change of a row or a column changes them.
     """
     config = model.config
@@ -80,7 +81,7 @@ def _bit_sums(param):
 
 
 def _restore(path, cache, prompt, model_fingerprint):
-    """Fill an empty `PrefixCache` with what a file holds of a prompt; the length of their common prefix."""
+    """Fill an empty `PrefixCache` with the part of a prompt that a file holds; returns the length of that part."""
     n_saved = 0
     try:
         if path.exists() and not path.is_file():
@@ -92,7 +93,7 @@ def _restore(path, cache, prompt, model_fingerprint):
         raise OSError(f"cannot read the prompt cache {path}: {error.strerror or error}; name another file") from error
     except SafetensorError as error:
         raise _error(path, f"is damaged or not a safetensors file ({shorten(str(error))})") from error
-    folder = Path(os.path.realpath(path)).parent  # of a link, the file is replaced and not the link
+    folder = Path(os.path.realpath(path)).parent  # if the path is a link, its target is replaced, not the link
     if n_saved < len(prompt) and not os.access(folder, os.W_OK):
         raise OSError(
             f"cannot write the prompt cache {path}: {folder} is not a folder that can be written to; name another file"
@@ -105,7 +106,7 @@ def _read(path, cache, prompt, model_fingerprint):
     config = cache.model.config
     if path.stat().st_size > 2**20 + config.n_positions * (8 * config.n_layer * config.n_embd + 8):
         raise _error(path, "is larger than any prompt cache of this model")
-    data = path.read_bytes()  # not mapped: if another program rewrites the file meanwhile, the checksum will tell
+    data = path.read_bytes()  # read, not mapped: if another program changes the file meanwhile, the checksum shows it
     stored = dict(deserialize(data))
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     del data  # `stored` has copies, which are freed one by one
@@ -137,7 +138,7 @@ def _read(path, cache, prompt, model_fingerprint):
 
 
 def _tensor(stored, path, name, dtype, shape):
-    """Take a tensor out of those of a file, checking its dtype and shape."""
+    """Remove a tensor from those of a file and return it, after checking its dtype and shape."""
     tensor = stored.pop(name, None)
     if tensor is None:
         raise _error(path, f"is damaged: it lacks {name}")
@@ -149,8 +150,9 @@ def _tensor(stored, path, name, dtype, shape):
 def _save(path, cache, prompt, model_fingerprint):
     """Write a prompt's ids and the cache's keys and values of them, for `_restore`.
 
-    Writes nothing if keys or values are not finite: the weights are broken, which the logits will say, and the next run
-    should not blame the file. Raises OSError if the file cannot be written; the old one stays then.
+    Writes nothing if keys or values are not finite: then the weights are broken, as the error about the logits says,
+    and a later run should not report the file as damaged. Raises OSError if the file cannot be written; the old one is
+    kept.
     """
     tensors = {"ids": np.array(prompt, np.int64)}
     for layer in range(cache.model.config.n_layer):

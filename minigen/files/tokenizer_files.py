@@ -1,9 +1,9 @@
 """What the files of a checkpoint say about its tokenizer.
 
 Up to six files describe a tokenizer: vocab.json, merges.txt, tokenizer.json, added_tokens.json, special_tokens_map.json
-and tokenizer_config.json. `read_tokenizer` reads all that exist. It refuses, by name, files that contradict each other
-and settings that change ids and that GPT-2's tokenizers do not have: a text is encoded to the ids that the files mean,
-or not at all. `_agreed` compares what several files say.
+and tokenizer_config.json. `read_tokenizer` reads all that exist. Its errors name files that contradict each other, and
+settings that would change ids and that GPT-2's tokenizers do not have: a text is encoded exactly as the files say, or
+not at all. `_agreed` compares what several files say.
 """
 
 import re
@@ -49,7 +49,7 @@ def errors_name(path):
 
 
 def _agreed(what, stated, default=None):
-    """The value that files state, {file: value}; the default if none does. Raises ValueError if two files differ."""
+    """The value on which {file: value} agree; the default if it is empty. Raises ValueError if two files differ."""
     (first, value), *others = stated.items() or [(None, default)]
     for path, other in others:
         if other != value:
@@ -66,7 +66,7 @@ def _refuse(what):
 
 
 def _validate_ids(ids):
-    """The mapping token -> id, unchanged; raises ValueError for what is not a token or not an id."""
+    """The mapping token -> id, unchanged. Raises ValueError for a key that is no token, or a value that is no id."""
     if not set(map(type, ids.values())) <= {int} or min(ids.values(), default=0) < 0 or "" in ids:
         token, id = next((token, id) for token, id in ids.items() if not token or not is_int(id, 0))
         raise ValueError(f"the token {short_repr(token)} has the id {short_repr(id)}")
@@ -75,7 +75,7 @@ def _validate_ids(ids):
 
 def _merges_of_text(text):
     """The lines of merges.txt without the version line and empty lines, as one text."""
-    if text.startswith("#version"):  # lines that begin with # are merges otherwise: "# #" and "## ##"
+    if text.startswith("#version"):  # other lines that begin with # are merges, such as "# #" and "## ##"
         text = text.partition("\n")[2]
     return re.sub("\n{2,}", "\n", text.strip("\n"))
 
@@ -188,7 +188,7 @@ def _merge_added_tokens(vocab, stated):
         if token_of.setdefault(id, content) != content:
             text = f"{path_of[content]}: {short_repr(content)} has the id {id}"
             raise ValueError(f"{text}, which is the id of {short_repr(token_of[id])}")
-        # A file that gives a token its id knows its flags better than one that only names the token.
+        # Flags from a file that gives the token its id count more than those from a file that only names the token.
         own_flags = flags.get((content, False)) or flags.get((content, True)) or {}
         names = f"{', '.join(AddedToken._fields[2:])} of {short_repr(content)}"
         default = (False, False, False, content not in special)
@@ -202,8 +202,8 @@ def _merge_added_tokens(vocab, stated):
 def read_tokenizer(folder):
     """(names of the files with vocabulary and merges, keyword arguments of `Tokenizer`) from a checkpoint's folder.
 
-    Raises OSError or ValueError for what cannot be read and for all that the head of this file names. Warns of special
-    tokens that have no id.
+    Raises OSError for files that cannot be read, and ValueError for those that the head of this module says are
+    refused. Warns of special tokens that have no id.
     """
     folder = Path(folder)
     vocabs, merges, spaces, before, stated = {}, {}, {}, {}, {}

@@ -6,7 +6,7 @@ import codecs
 class TextStream:
     """The text of one row as it may be shown: whole characters only, and nothing that may become a stop string.
 
-    All pieces together are the text before the first stop string; bytes that are not UTF-8 come out as U+FFFD.
+    Joined, the pieces are the text before the first stop string; bytes that are not UTF-8 come out as U+FFFD.
     """
 
     def __init__(self, tokenizer, stops=()):
@@ -31,7 +31,7 @@ class TextStream:
 class IncrementalUtf8Decoder:
     """Bytes in, text out, in pieces: each character appears as soon as its last byte is in.
 
-    All pieces together are what decoding all bytes at once gives, with U+FFFD for what is not UTF-8.
+    Joined, the pieces equal what decoding all bytes at once gives, with U+FFFD for what is not UTF-8.
     """
 
     def __init__(self):

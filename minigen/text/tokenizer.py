@@ -52,7 +52,7 @@ def _to_bytes(tokens):
 
 
 def _check_merges(pairs, tokens):
-    """Raise ValueError for merges that tiktoken would follow in another way than BPE.
+    """Raise ValueError for merges that tiktoken would apply differently from BPE.
 
     pairs: int [n, 2]; merge i joins the tokens pairs[i] to token 256 + i, tokens 0 to 255 are the bytes. BPE merges the
     listed pairs, tiktoken any two tokens whose bytes together are a token. The two agree if each token can be made from
@@ -76,7 +76,7 @@ def _check_merges(pairs, tokens):
     while True:
         into_a = (a > b) & (a > 255)
         into_b = ~into_a & (b > 255)
-        # Of two equal tokens the left one may be made of parts of both: then the merge that made them counts, too.
+        # If a and b are the same token, the merge that made it can also join parts of both, so it counts as well.
         limit = np.where(into_a, a, b + 1)
         a, b = np.where(into_a, rights[a], a), np.where(into_b, lefts[b], b)
         merge, limit, a, b = (array[into_a | into_b] for array in (merge, limit, a, b))

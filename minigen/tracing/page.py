@@ -27,7 +27,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def _pack_attention(choices):
-    """Replace each choice's attention weights by their place in one array; that array, compressed, as base64."""
+    """Replace each choice's attention weights by their place in one array; return that array, compressed, in base64."""
     pieces, offset = [], 0
     for choice in choices:
         if choice["attention"]:
@@ -48,7 +48,7 @@ def _spell(tokenizer, token):
 
 
 def page_data(recorder, tokenizer):
-    """Everything recorded, of JSON's types. Runs the prompts once more; called once, after the run."""
+    """Everything recorded, in JSON's types. Runs the prompts once more; called once, after the run."""
     choices = recorder.all_choices()
     rows = []
     for row in recorder.rows.values():
@@ -194,7 +194,7 @@ class TracedSteps:
         self._finish()
 
     def _finish(self):
-        if not self._recorder.rows:  # it was left before its first step, or it has no prompts
+        if not self._recorder.rows:  # it was closed before its first step, or it has no prompts
             return
         self.page = self._render()
         if self._file is not None:

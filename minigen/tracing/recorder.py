@@ -2,8 +2,8 @@
 
 `Recorder` is a `Hooks` object. It takes nearly everything from the run: the distributions are those of
 `next_token_probs` with the options switched on one after the other, the random numbers are those of each position's
-`Noise`, and the attention weights follow from the queries and keys that the model's layers pass to the hook. Only what
-the model says about the prompt's own tokens needs a forward pass after the run.
+`Noise`, and the attention weights follow from the queries and keys that the model's layers pass to the hook. Only the
+probabilities of the prompt's own tokens need a forward pass after the run.
 
 A choice is one place in one text where a token was chosen (or, in a prompt, given):
 
@@ -118,7 +118,7 @@ def _first_two(p, noise):
 
 
 def _race(p, noise, tokens, draft):
-    """[id, E] of those of the tokens that are in the race for p, and of the draft, by E / p; None if p is one-hot."""
+    """[id, E] of the draft and of the tokens that take part in the race for p, by E / p; None if p is one-hot."""
     if np.count_nonzero(p) < 2:
         return None
     tokens = np.array([token for token in tokens if p[token] > 0 or (draft and token == draft.token)])
@@ -156,7 +156,7 @@ class Recorder(Hooks):
         self._finished = {}  # (prompt index, generated ids) -> the entry in beam_steps
 
     def _is_full(self, n):
-        """Count n more choices; whether they exceed the limit, which ends the recording."""
+        """Count n more choices; return whether they exceed the limit, which ends the recording."""
         self.n_choices += n
         if self.n_choices > MAX_TOKENS:
             self.attention_hook = None
@@ -269,7 +269,7 @@ class Recorder(Hooks):
             return
         row, step = self._running[0], len(self.steps) - 1
         for index, beam in enumerate(beams):
-            ids = row.ids + beam  # the rows of a search hold only the prompt until it ends
+            ids = row.ids + beam  # until a search ends, its rows hold only the prompt
             log_p, history = log_softmax(logits[index]), row.history._replace(ids=ids)
             processed = [
                 apply_logits_processors(log_p, history, config) for _, config in stages(self.sampling, beams=True)[1:]
