@@ -198,7 +198,7 @@ def _end_at_once(run, rows):
     """max_tokens=0: every row ends without a token."""
     run.hooks.on_start(run, rows)
     for row in rows:
-        row.finish_reason = "length"
+        row.update_finish_reason()
         yield GeneratedToken(row, None, None)
 
 

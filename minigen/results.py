@@ -90,9 +90,9 @@ class RowOutput:
     def __init__(self, run, tokenizer, timer):
         self._run, self._timer = run, timer
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, run.config.stop)
+        self._stream = TextStream(tokenizer, run.decoding.stop)
         self._texts = []
-        self._logprobs = None if run.config.logprobs is None else []
+        self._logprobs = None if run.decoding.logprobs is None else []
 
     def step(self, generated):
         """The `Step` of one `GeneratedToken` of the row."""
@@ -114,7 +114,8 @@ class RowOutput:
     def _logprob(self, token, logits):
         log_p = log_softmax(logits)
         spell = self._tokenizer.decode
-        top = [(int(other), spell([other]), float(log_p[other])) for other in top_ids(log_p, self._run.config.logprobs)]
+        ids = top_ids(log_p, self._run.decoding.logprobs)
+        top = [(int(other), spell([other]), float(log_p[other])) for other in ids]
         return TokenLogprob(token, spell([token]), float(log_p[token]), top)
 
     def _completion(self, row, finish_reason):

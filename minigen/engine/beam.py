@@ -47,21 +47,22 @@ def beam_search(run, rows, beam):
     for row, hypothesis in zip(rows, hypotheses, strict=False):
         row.score, row.sum_logprob = hypothesis.score, hypothesis.sum_logprob
         logits = [None] * len(hypothesis.tokens)
-        if run.config.logprobs is not None:  # the search keeps none: run this text once more, reusing the prompt
+        if run.decoding.logprobs is not None:  # the search keeps none: run this text once more, reusing the prompt
             logits = run.feed([prompt + hypothesis.tokens[:-1]], len(hypothesis.tokens))[0]  # [1, T, V] -> [T, V]
         for token, row_logits in zip(hypothesis.tokens, logits, strict=True):
             row.append(token)
             yield GeneratedToken(row, token, row_logits)
     for row in rows[len(hypotheses) :]:
-        row.finish_reason = "length"
+        row.update_finish_reason()
         yield GeneratedToken(row, None, None)
 
 
 def _search(run, prompt, beam):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     num_beams, n_prompt = beam.num_beams, len(prompt)
-    max_length = min(run.config.max_tokens, run.model.config.n_positions - n_prompt + 1)
-    # A beam has at most one candidate per EOS id, so at least num_beams of this many do not end with EOS.
+    max_length = min(run.decoding.max_tokens, run.model.config.n_positions - n_prompt + 1)
+    # How many candidates to look at. A beam has one for each EOS id at most, so num_beams of these or more do not end
+    # with EOS. (At least 2, as in transformers.)
     count = max(2, 1 + len(run.sampling.eos_ids)) * num_beams
     beams, sums, finished = [[]], [0.0], []
     logits = run.feed([prompt])[:, 0]  # [1, 1, V] -> [1, V]
@@ -79,8 +80,8 @@ def _search(run, prompt, beam):
         finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:num_beams]
         kept = _assign_rows(running[:num_beams])
         run.hooks.on_beam_step(beams, logits, candidates, kept, finished)
-        if not finished:
-            check_logits(np.array([candidate.sum_logprob for candidate in running]), length - 1)
+        if not running and not finished:
+            check_logits(np.empty(0), length - 1)  # raises the error
         if not running or _is_done(running[0], finished, length, max_length, beam):
             break
         beams = [[*beams[candidate.parent], candidate.token] for candidate in kept]

@@ -36,7 +36,7 @@ from minigen.kernels.batch_invariant import padded_length
 class PassPlan(NamedTuple):
     """What one forward pass writes and sees: made once by `KVCache.allocate`, used by every layer."""
 
-    source: Any  # index into the new keys [B, H, D, T]: the tokens to store, without padding
+    source: Any  # index into the new keys [B, H, D, T]: the tokens to store, without padding (`...`: all)
     target: Any  # index into a layer's slots [B, H, D, C]: where they go
     used: int  # S: slots 0..S-1 hold everything a query may attend to
     mask: np.ndarray | None  # bool [B, 1, T, S], True where a query may attend; None if it may attend everywhere
@@ -47,8 +47,8 @@ class KVCache:
 
     With `window=None` every token attends to all tokens before it, and a row holds at most `capacity` tokens. With
     `window=W` every token attends to the last W positions, its own included (sliding-window attention); the ring then
-    overwrites what no later query can see, and a row can have any length. Once the ring is full, one pass may bring at
-    most capacity - window + 1 tokens, and `truncate` may drop as many.
+    overwrites what no later query can see, and the cache takes rows of any length. Once the ring is full, one pass may
+    bring at most capacity - window + 1 tokens, and `truncate` may drop as many.
 
     Raises ValueError if capacity or window is not positive, or the window is larger than the capacity.
     """
@@ -88,11 +88,15 @@ class KVCache:
         """The first position that a query at `query_pos` attends to."""
         return np.maximum(query_pos - self.window + 1, 0) if self.window else np.zeros_like(query_pos)
 
+    def _room(self):
+        """The largest number of tokens that the next `allocate` accepts, for each row."""
+        # The first new query still needs the oldest keys; each new key overwrites the position `capacity` before it.
+        return self._oldest_visible(self.length) + self.capacity - self.length
+
     @property
     def max_chunk(self):
         """The largest number of tokens that the next `allocate` accepts for every row."""
-        # The first new query still needs the oldest keys; each new key overwrites the position `capacity` before it.
-        return int((self._oldest_visible(self.length) + self.capacity - self.length).min())
+        return int(self._room().min())
 
     def allocate(self, positions):
         """Assign slots to the next tokens and return the `PassPlan` of this forward pass.
@@ -102,19 +106,19 @@ class KVCache:
         of its queries still needs.
         """
         real = positions >= 0
-        length = self.length + real.sum(axis=1)  # [B, T] -> [B]
-        too_long = length - self.capacity > self._oldest_visible(self.length)
-        if too_long.any():
-            row = too_long.argmax()
+        n_new = real.sum(axis=1)  # [B, T] -> [B]
+        too_many = n_new > self._room()
+        if too_many.any():
+            row = too_many.argmax()
             limit = f"a window of {self.window} of" if self.window else "a cache of"
             raise ValueError(
-                f"{length[row] - self.length[row]} more tokens after {self.length[row]} do not fit {limit} "
+                f"{n_new[row]} more tokens after {self.length[row]} do not fit {limit} "
                 f"{self.capacity} slots: use a larger capacity or pass fewer tokens at a time"
             )
         slots = positions % self.capacity  # [B, T]
         rows, columns = np.nonzero(real)  # of each real token
         self.slot_pos[rows, slots[rows, columns]] = positions[rows, columns]
-        self.length = length
+        self.length = self.length + n_new
 
         first, last = slots[0, 0], slots[0, -1]
         if (positions == positions[0]).all() and real.all() and first <= last:
@@ -123,7 +127,7 @@ class KVCache:
         else:
             source, target = np.s_[rows, ..., columns], np.s_[rows, ..., slots[rows, columns]]
 
-        used = padded_length(min(length.max(), self.capacity))
+        used = padded_length(min(self.length.max(), self.capacity))
         slot_pos = self.slot_pos[:, None, None, :used]  # [B, C] -> [B, 1, 1, S]
         query_pos = positions[:, None, :, None]  # [B, T] -> [B, 1, T, 1]
         mask = (slot_pos >= 0) & (slot_pos <= query_pos)  # [B, 1, T, S]

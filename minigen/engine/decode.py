@@ -7,7 +7,7 @@ next turn of a session and a saved prompt: keep the common prefix, run the rest.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ def decode(run, rows):
     """
     run.hooks.on_start(run, rows)
     # Each prompt is run once; its continuations start from copies of its cache row.
-    n = run.config.num_return_sequences
+    n = run.decoding.num_return_sequences
     logits = run.feed([row.context for row in rows[::n]])
     run.cache.reorder(np.arange(len(rows)) // n)
     logits = logits.repeat(n, axis=0)  # [prompts, 1, V] -> [B, 1, V]
@@ -58,6 +58,7 @@ def common_prefix_length(a, b):
     """Length of the longest common prefix of two lists of ids."""
     if a == b[: len(a)]:  # in every plain step; comparing lists is 20 times as fast as the loop below
         return len(a)
+    # len(b) if there is no difference: then b is a prefix of a.
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
 
 
@@ -75,10 +76,11 @@ def shift_context(ids, n_positions, keep):
 
 
 class PrefixCache:
-    """A K/V cache that knows which ids it holds, and computes only those that new texts add to their common prefix.
+    """A K/V cache that knows which ids it holds, and computes only what a new text adds to the prefix that it shares.
 
-    ids: per row, those whose keys and values are complete. use_cache=False keeps nothing: every call runs the whole
-    text again. A cache of one row can outlive a run: pass it to the next one, whose prompt then reuses it.
+    ids: per row, those whose keys and values are complete. A window of the capacity or more has no effect.
+    use_cache=False keeps nothing: every call runs the whole text again. A cache of one row can outlive a run: pass it
+    to the next one, whose prompt then reuses it.
     """
 
     # Extra slots beyond the window: once the ring has wrapped, texts run in chunks of WINDOW_SLACK + 1 tokens.
@@ -102,9 +104,8 @@ class PrefixCache:
 
     def copy(self):
         """An independent cache with the same contents."""
-        other = PrefixCache(self.model, use_cache=self.use_cache)
-        other.kv = deepcopy(self.kv)
-        other.ids = [list(ids) for ids in self.ids]
+        other = copy(self)
+        other.kv, other.ids, other.busy = deepcopy(self.kv), deepcopy(self.ids), False
         other.draft = self.draft and self.draft.copy()
         return other
 
@@ -121,7 +122,7 @@ class PrefixCache:
         pairs = zip(self.ids, texts, strict=True)
         kept = np.array([min(common_prefix_length(old, new), len(new) - n_logits) for old, new in pairs])
         self._truncate(kept if self.use_cache else np.zeros_like(kept))
-        # The new ids are added after the last pass: an interrupted one leaves nothing that the next call could reuse.
+        # The new ids are added after the last pass: an interrupted one leaves nothing new to reuse.
         self.ids = [text[:length] for text, length in zip(texts, self.kv.length, strict=True)]
         self.n_reused = int(self.kv.length.sum())
         hooks.on_cache_change(self.kv)
@@ -131,11 +132,12 @@ class PrefixCache:
         pad = np.array([T - len(ids) for ids in pending])
         ids = np.array([[0] * (T - len(row)) + row for row in pending])  # left padding: [B, T]
         start, logits = 0, []
+        # The head costs as much as several layers: positions whose logits are needed get a pass of their own.
+        split = T - n_logits if n_logits > 1 else T
         while start < T:
-            # The head costs as much as several layers: positions whose logits are needed get a pass of their own.
-            first = T - n_logits if n_logits > 1 and start < T - n_logits else T
-            stop = min(start + max(self.kv.max_chunk, 1), first)  # if the cache is full, let `forward` say so
-            all_logits = n_logits > 1 and start >= T - n_logits
+            all_logits = start >= split
+            # If the cache is full, let `forward` say so.
+            stop = min(start + max(self.kv.max_chunk, 1), T if all_logits else split)
             out = self.model.forward(
                 ids[:, start:stop],
                 self.kv,
@@ -159,7 +161,8 @@ class PrefixCache:
         """Row i becomes what row rows[i] was; see `KVCache.reorder`."""
         moved = [(self.ids[i], self.ids[row]) for i, row in enumerate(rows[: len(self.ids)]) if i != row]
         if moved or len(rows) != len(self.ids):
-            ids, self.ids = [self.ids[row] for row in rows], [[] for _ in self.ids]  # nothing, if it is interrupted
+            ids = [self.ids[row] for row in rows]
+            self.ids = [[] for _ in self.ids]  # until all rows are copied: an interrupted reorder leaves none to reuse
             self.kv.reorder(rows, min((common_prefix_length(old, new) for old, new in moved), default=0))
             self.ids = ids
 
@@ -170,7 +173,7 @@ class Run:
 
     model: GPT2
     sampling: Any  # options.SamplingConfig
-    config: Any  # options.DecodingConfig
+    decoding: Any  # options.DecodingConfig
     hooks: Hooks = NO_HOOKS
     cache: PrefixCache | None = None  # None: one is made for the prompts, and sized by them and max_tokens
     stops: Callable | None = None  # generated ids -> whether their text holds a stop string
@@ -178,8 +181,8 @@ class Run:
 
     def new_cache(self, texts, model=None):
         """A `PrefixCache` with room for these texts and max_tokens more, or for the window."""
-        capacity = max(map(len, texts)) + self.config.max_tokens
-        return PrefixCache(model or self.model, len(texts), capacity, self.config.window, self.config.use_cache)
+        capacity = max(map(len, texts)) + self.decoding.max_tokens
+        return PrefixCache(model or self.model, len(texts), capacity, self.decoding.window, self.decoding.use_cache)
 
     def feed(self, texts, n_logits=1):
         """`PrefixCache.feed` with the run's cache and callbacks."""
@@ -191,23 +194,26 @@ class Run:
 
     def context(self, ids):
         """The ids that the model sees of a text: all, or with context_shift those that the shifts left."""
-        if self.config.context_shift:
-            return shift_context(ids, self.model.config.n_positions, self.config.keep)
+        if self.decoding.context_shift:
+            return shift_context(ids, self.model.config.n_positions, self.decoding.keep)
         return ids
 
     def finish_reason(self, ids, n_prompt):
         """Why a text ends with its last id: "eos", "stop", "length" or "context"; None if it goes on.
 
-        The only place that decides it, for all three decoders.
+        The only place that decides it, for all three decoders. Without a generated id it is "length": max_tokens is 0,
+        or beam search found fewer texts than num_return_sequences.
         """
         generated = ids[n_prompt:]
+        if not generated:
+            return "length"
         if generated[-1] in self.sampling.eos_ids:
             return "eos"
         if self.stops is not None and self.stops(generated):
             return "stop"
-        if len(generated) >= self.config.max_tokens:
+        if len(generated) >= self.decoding.max_tokens:
             return "length"
-        if len(ids) > self.model.config.n_positions and not self.config.context_shift:
+        if len(ids) > self.model.config.n_positions and not self.decoding.context_shift:
             return "context"  # the new token has no position
         return None
 
@@ -223,7 +229,7 @@ class Sequence:
         self.ids = list(prompt)
         self.n_prompt = len(prompt)
         self.prompt_index = prompt_index
-        self.index = prompt_index * run.config.num_return_sequences + number
+        self.index = prompt_index * run.decoding.num_return_sequences + number
         self.number = number
         self.finish_reason = None
         self.sum_logprob = self.score = None  # set by beam search
@@ -245,9 +251,12 @@ class Sequence:
     @property
     def noise(self):
         """The random numbers that the next token is drawn with."""
-        return Noise(self.run.config.seed, self.number, len(self.ids))
+        return Noise(self.run.decoding.seed, self.number, len(self.ids))
 
     def append(self, token):
         """Append a token; sets `finish_reason` if the text ends with it."""
         self.ids.append(token)
+        self.update_finish_reason()
+
+    def update_finish_reason(self):
         self.finish_reason = self.run.finish_reason(self.ids, self.n_prompt)

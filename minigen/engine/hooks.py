@@ -6,7 +6,7 @@ them, but must not change them.
 
 
 class Hooks:
-    """Callbacks of a run, called in the order in which things happen; here all of them do nothing."""
+    """Callbacks of a run; here all of them do nothing."""
 
     # Passed to `GPT2.forward` as `attention_hook`; None, so that the layers skip the call.
     attention_hook = None

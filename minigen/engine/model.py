@@ -74,7 +74,8 @@ class GPT2:
     """The model: a configuration and its parameters. It holds nothing of a text, so several caches can share it.
 
     params: float32 arrays of the shapes `config.parameter_shapes()` gives, by name in the checkpoint: a dict, or an
-    iterable of pairs, which need not be in memory all at once. `self.params` has a `Weight` for each matrix.
+    iterable of pairs, which need not be in memory all at once. In `self.params`, each matrix except wpe.weight is a
+    `Weight`.
     """
 
     def __init__(self, config, params):
@@ -93,8 +94,9 @@ class GPT2:
         self.one_row_threads = OneRowThreads()
         self.blocks = []
         for layer in range(config.n_layer):
-            names = {name.removeprefix(f"h.{layer}."): name for name in self.params if name.startswith(f"h.{layer}.")}
-            self.blocks.append(Block(config, layer, {short: self.params[name] for short, name in names.items()}))
+            prefix = f"h.{layer}."
+            own = {name.removeprefix(prefix): x for name, x in self.params.items() if name.startswith(prefix)}
+            self.blocks.append(Block(config, layer, own))
 
     def __repr__(self):
         config = self.config
@@ -121,7 +123,7 @@ class GPT2:
         return KVCache(config.n_layer, config.n_head, config.d_head, capacity, batch, window)
 
     def forward(self, ids, cache=None, *, pad=None, last_only=True, attention_hook=None):
-        """Next-token logits for each input position.
+        """Next-token logits, at the last position or at every one.
 
         ids: int [B, T], the next T tokens of each row, which are added to the cache; it holds all tokens before them.
         Without a cache, `ids` are the whole text. pad: int [B], the number of padding ids on the left of each row
@@ -198,7 +200,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The keys of config.json that change what the model computes, with the transformers library's defaults.
+    """The keys of config.json that matter to GPT-2, with the transformers library's defaults.
 
     Raises ValueError, naming the key and its value, for a value that is not valid for GPT-2.
     """
@@ -237,7 +239,7 @@ class GPT2Config:
         for field in fields(self):
             if field.type is bool:
                 yield field.name, lambda flag: isinstance(flag, bool), "true or false"
-        # One outside the vocabulary does no harm: it is never generated.
+        # One outside the vocabulary does no harm: `eos_ids` leaves it out.
         yield "bos_token_id", lambda id: id is None or is_int(id), "null or a token id"
         yield (
             "eos_token_id",
@@ -272,10 +274,9 @@ class GPT2Config:
 
     @property
     def eos_ids(self):
-        """The ids that end a text, as a tuple; empty if the config names none."""
-        if self.eos_token_id is None:
-            return ()
-        return tuple(self.eos_token_id) if isinstance(self.eos_token_id, list) else (self.eos_token_id,)
+        """The ids of the vocabulary that end a text, as a tuple; empty if the config names none."""
+        ids = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        return tuple(id for id in ids if id is not None and 0 <= id < self.vocab_size)
 
     def parameter_shapes(self):
         """Name and shape of every parameter, in the order of use."""

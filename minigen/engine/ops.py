@@ -86,7 +86,7 @@ def softmax(x, out=None):
     np.exp(out, out=out)
     if BATCH_INVARIANT:
         sums = out.reshape(*out.shape[:-1], -1, SLOT_BLOCK).sum(axis=-1)  # [..., S] -> [..., S / SLOT_BLOCK]
-        out /= np.add.accumulate(sums, axis=-1)[..., -1:]
+        out /= np.add.accumulate(sums, axis=-1)[..., -1:]  # its order, unlike that of `sum`, is the same for any length
     else:
         out /= out.sum(axis=-1, keepdims=True)
     return out
@@ -113,7 +113,8 @@ def layer_norm(x, weight, bias, eps):
 def attention_weights(q, keys, scale, mask=None):
     """How much each query attends to each key: softmax(q k^T * scale) per head, 0 for masked keys.
 
-    q: [B, H, D, T], keys: [B, H, D, S], mask: bool [B, 1, T, S] -> [B, H, T, S], each row of which sums to 1.
+    q: [B, H, D, T], keys: [B, H, D, S] (tokens are the last axis, as in the cache), mask: bool [B, 1, T, S]
+    -> [B, H, T, S], each row of which sums to 1.
     """
     scores = (q.swapaxes(2, 3) * scale) @ keys  # [B, H, T, D] @ [B, H, D, S] -> [B, H, T, S]
     if mask is not None:
@@ -124,7 +125,7 @@ def attention_weights(q, keys, scale, mask=None):
 def attention(q, keys, values, scale, mask=None):
     """Scaled dot-product attention, softmax(q k^T * scale) v, per head (Vaswani et al. 2017, section 3.2).
 
-    q: [B, H, D, T], keys and values: [B, H, D, S], tokens last -> [B, H, T, D]. mask: bool [B, 1, T, S], True for the
+    q: [B, H, D, T], keys and values: [B, H, D, S] -> [B, H, T, D]. mask: bool [B, 1, T, S], True for the
     keys that a query may attend to, at least one; None if all queries may attend to all keys.
     """
     # [B, H, T, S] @ [B, H, S, D] -> [B, H, T, D]

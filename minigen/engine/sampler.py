@@ -6,13 +6,12 @@ presence and frequency penalties are an addition:
     repetition penalty, presence and frequency penalty, n-gram blocking, bias, EOS suppression, the caller's processors
     -> temperature -> top-k -> top-p -> min-p -> typical-p
 
-each applied to the output of the previous one. All of them take one row of logits, [V], and leave it unchanged. What
-comes before temperature returns a row in which the removed tokens are -inf; a filter returns the ids that it keeps.
-Nothing here keeps state between tokens, so a rejected draft needs no undoing, and beam search and speculation use the
-same functions.
+each applied to the output of the previous one. None of them changes the logits that it is given. What comes before
+temperature takes one row of logits, [V], and returns a row in which the removed tokens are -inf. A filter takes the
+logits of the tokens that are left, [n], and returns the indices of those that it keeps. Nothing here keeps state
+between tokens, so a rejected draft needs no undoing, and beam search and speculation use the same functions.
 
-To add a filter: write a function `keep_...(logits, value)`, add it to the loop in `next_token_probs`, and add its
-option to options.py.
+To add a filter: write a function `keep_...(logits, value)`, add it to `FILTERS`, and add its option to options.py.
 """
 
 import math
@@ -49,13 +48,8 @@ def next_token_probs(logits, history, config):
     if config.temperature != 1:
         logits = apply_temperature(logits, config.temperature)
     tokens = np.arange(V)
-    for keep, value, neutral in (
-        (keep_top_k, config.top_k, 0),
-        (keep_top_p, config.top_p, 1),
-        (keep_min_p, config.min_p, 0),
-        (keep_typical_p, config.typical_p, 1),
-    ):
-        if value != neutral:
+    for name, (keep, neutral) in FILTERS.items():
+        if (value := getattr(config, name)) != neutral:
             # Each filter gets only the tokens that the previous one kept: after a top-k of 50 the others cost nothing.
             kept = keep(logits, value)
             tokens, logits = tokens[kept], logits[kept]
@@ -82,7 +76,7 @@ def sample_token(p, noise):
 
 
 class Noise(NamedTuple):
-    """The random numbers of one token of one text: a pure function of these fields and the token.
+    """The random numbers for one position of a text, one per candidate token: a pure function of these fields and it.
 
     So a text depends on the model, prompt, options, seed and number: not on the rest of the batch, the cache or, under
     the coupled rule, drafts; max_tokens only cuts it. (Up to rounding: see kernels/batch_invariant.py.) No generator
@@ -97,8 +91,8 @@ class Noise(NamedTuple):
     def uniforms(self, tokens):
         """A uniform random number between 0 and 1 per token: int [n] -> float64 [n].
 
-        The x-th output of SplitMix64 (Steele et al. 2014), a generator that reaches each output directly, so that only
-        the tokens that the filters kept cost anything.
+        Token x gets output x of SplitMix64 (Steele et al. 2014), a generator that reaches each output directly, so that
+        only the tokens that the filters kept cost anything.
         """
         state = np.random.SeedSequence(self).generate_state(1, np.uint64)
         z = state + np.uint64(0x9E3779B97F4A7C15) * (np.asarray(tokens).astype(np.uint64) + np.uint64(1))
@@ -219,7 +213,7 @@ def check_logits(logits, n_generated):
 
 def apply_temperature(logits, temperature):
     """logits / temperature, after subtracting the largest logit, so that a tiny temperature cannot overflow it."""
-    with np.errstate(over="ignore"):  # the others may: their probability then rounds to 0
+    with np.errstate(over="ignore"):  # the other logits may overflow: their probability then rounds to 0
         return (logits - logits.max()) / np.float32(np.clip(temperature, FLOAT32.tiny, FLOAT32.max))
 
 
@@ -265,11 +259,19 @@ def keep_typical_p(logits, p):
     log_p = log_softmax(logits[tokens])
     probabilities = np.exp(log_p)
     entropy = -(probabilities * log_p).sum()
-    typicality = -np.abs(log_p + entropy)
+    typicality = -np.abs(log_p + entropy)  # 0 for the most typical token, negative for the others
     order = np.argsort(-typicality)
     mass_before = np.cumsum(probabilities[order]) - probabilities[order]
     count = max(np.count_nonzero(mass_before < p), 1)
     return tokens[_highest(typicality, typicality[order[count - 1]], count)]
+
+
+FILTERS = {  # option -> (function, the value at which it keeps every token), in the order in which they are applied
+    "top_k": (keep_top_k, 0),
+    "top_p": (keep_top_p, 1),
+    "min_p": (keep_min_p, 0),
+    "typical_p": (keep_typical_p, 1),
+}
 
 
 def _unnormalised_probs(logits):
@@ -278,7 +280,7 @@ def _unnormalised_probs(logits):
 
 
 def _highest(scores, threshold, count):
-    """Ids of the `count` highest scores, in order; `threshold` is the lowest of these scores (ties: lowest ids)."""
+    """Indices of the `count` highest scores, in order; `threshold` is the lowest of these scores (ties: lowest ids)."""
     above = np.flatnonzero(scores > threshold)
     ties = np.flatnonzero(scores == threshold)
     return np.sort(np.concatenate([above, ties[: count - len(above)]]))

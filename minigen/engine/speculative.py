@@ -59,24 +59,26 @@ def speculate(run, row, drafter, num_draft_tokens, rule):
         # must be one pass: with a window, a second pass could overwrite what a rollback of the first needs.
         k = min(
             num_draft_tokens,
-            run.config.max_tokens - row.n_generated - 1,
+            run.decoding.max_tokens - row.n_generated - 1,
             run.model.config.n_positions - len(context),
             run.cache.kv.max_chunk - 1,
         )
         start = time.perf_counter()
         with single_threaded_blas():  # BLAS's own threads would go on spinning during the target's pass
             drafts = drafter.propose(row, k) if k else []
-        draft_seconds = time.perf_counter() - start
+        drafted = time.perf_counter()
         run.hooks.on_draft(row, [draft.token for draft in drafts])
         logits = run.feed([context + [draft.token for draft in drafts]], n_logits=len(drafts) + 1)
-        target_seconds = time.perf_counter() - start - draft_seconds
-        stats.draft_seconds += draft_seconds
-        stats.target_seconds += target_seconds
+        stats.draft_seconds += drafted - start
+        stats.target_seconds += time.perf_counter() - drafted
         stats.target_passes += 1
         stats.drafted += len(drafts)
         for row_logits, draft in zip(logits[0], [*drafts, None], strict=True):  # [1, T, V] -> T x [V]
             p = next_token_probs(row_logits, row.history, run.sampling)
-            token, accepted = rule(draft, p, row.noise) if draft else (sample_token(p, row.noise), False)
+            if draft:
+                token, accepted = rule(draft, p, row.noise)
+            else:
+                token, accepted = sample_token(p, row.noise), False
             run.hooks.on_token(row, row_logits, p, token, draft)
             stats.accepted += accepted
             row.append(token)
@@ -153,14 +155,15 @@ class ModelDrafter:
         """Up to k `Draft`s from the draft model; fewer if it has no room or no token that the options allow."""
         drafts, ids, context = [], list(row.ids), list(row.context)
         while len(drafts) < k and self._can_read(context):
-            known = self.cache.feed([context])[0, 0][: self.n_vocab]  # [1, 1, V] -> [V], the ids that the target has
+            # The ids that both models have; the target's others get -inf. [1, 1, V] -> [V]
+            known = self.cache.feed([context])[0, 0][: self.n_vocab]
             logits = np.full(self.n_vocab, NEG_INF)
             logits[: len(known)] = known
             try:
                 # Filtered as the target's: a token that the filters remove would always be rejected.
                 q = next_token_probs(logits, History(ids, row.n_prompt), self.sampling)
             except ValueError:
-                break  # the draft model leaves no token to choose; the target may still have one
+                break  # the draft model cannot choose a token; the target may be able to, or raises the error
             token = sample_token(q, row.noise._replace(position=len(ids)))
             drafts.append(Draft(token, q))
             ids.append(token)

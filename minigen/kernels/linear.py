@@ -57,6 +57,9 @@ def embed(ids, weight):
 
 # ---- how a few rows cost less than two --------------------------------------------------------------------------
 #
+# In short: a weight is cut into blocks that are small enough for BLAS to multiply a few rows with them without copying
+# them first, so four rows read the weight once, as one row does.
+#
 # A product with few rows is memory-bandwidth bound: reading the weight takes longer than the arithmetic, so one row and
 # eight could take the same time. With BLAS they do not. For one row it streams through the weight (gemv), but from two
 # rows on (gemm) it first packs the weight: it copies all of it into the order that its inner loop needs. Next to a

@@ -28,7 +28,7 @@ import numpy as np
 
 from minigen.engine.hooks import Hooks
 from minigen.engine.ops import attention_weights
-from minigen.engine.sampler import apply_logits_processors, log_softmax, next_token_probs, one_hot, top_ids
+from minigen.engine.sampler import FILTERS, apply_logits_processors, log_softmax, next_token_probs, one_hot, top_ids
 from minigen.engine.speculative import residual
 from minigen.engine.validation import is_number
 from minigen.options import SamplingConfig
@@ -43,7 +43,7 @@ CHUNK = 32
 # The sampler's stages in its order, each with the options that control it.
 PENALTIES = "repetition_penalty", "presence_penalty frequency_penalty", "no_repeat_ngram_size", "logit_bias"
 BEFORE_TEMPERATURE = *PENALTIES, "min_tokens ignore_eos", "logits_processors"
-FILTERS = *BEFORE_TEMPERATURE, "temperature", "top_k", "top_p", "min_p", "typical_p"
+STAGES = *BEFORE_TEMPERATURE, "temperature", *FILTERS
 NEUTRAL = SamplingConfig(temperature=1, top_p=1)
 
 
@@ -54,7 +54,7 @@ def stages(sampling, beams=False):
     """
     config = replace(NEUTRAL, eos_ids=sampling.eos_ids)
     found = [("model", config)] + [("log p", config)] * beams
-    for names in BEFORE_TEMPERATURE if beams else FILTERS:
+    for names in BEFORE_TEMPERATURE if beams else STAGES:
         given = {name: getattr(sampling, name) for name in names.split()}
         given = {name: value for name, value in given.items() if value != getattr(NEUTRAL, name)}
         if given:
@@ -185,7 +185,7 @@ class Recorder(Hooks):
     # ------------------------------------------------------------------------------------ the decoders' events
 
     def on_start(self, run, rows):
-        self.run, self.sampling, self.config = run, run.sampling, run.config
+        self.run, self.sampling, self.config = run, run.sampling, run.decoding
         self._running, self._rings, self._is_new = list(rows), {}, True
         self.rows |= {row.index: row for row in rows}
 

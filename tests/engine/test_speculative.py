@@ -147,7 +147,7 @@ class BareRun:
 
     def __init__(self, model, sampling, seed=0):
         self.model, self.sampling, self.cache = model, sampling, BareCache(model)
-        self.config = DecodingConfig(max_tokens=50, seed=seed)
+        self.decoding = DecodingConfig(max_tokens=50, seed=seed)
         self.feed = self.cache.feed
 
     def context(self, ids):

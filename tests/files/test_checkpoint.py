@@ -747,6 +747,11 @@ def test_the_defaults_are_those_of_the_transformers_library(tmp_path):
     assert config.eos_ids == (50256,)
 
 
+def test_end_of_text_ids_outside_the_vocabulary_are_left_out():
+    assert GPT2Config(vocab_size=300, eos_token_id=[-1, 5, 299, 300]).eos_ids == (5, 299)
+    assert GPT2Config(vocab_size=300, eos_token_id=-1).eos_ids == GPT2Config(eos_token_id=None).eos_ids == ()
+
+
 @pytest.mark.parametrize(("vocab_size", "expected"), [(97, None), (50256, None), (50257, 50256), (60000, 50256)])
 def test_the_default_ids_are_those_of_a_vocabulary_that_has_them(tmp_path, vocab_size, expected):
     """F04: GPT-2's own end-of-text is no reason to refuse a smaller vocabulary whose config.json names no ids."""
