@@ -61,8 +61,8 @@ def _search(run, prompt, beam):
     """The finished hypotheses of one prompt, best first, at most num_beams."""
     num_beams, n_prompt = beam.num_beams, len(prompt)
     max_length = min(run.decoding.max_tokens, run.model.config.n_positions - n_prompt + 1)
-    # How many candidates to look at. A beam has one for each EOS id at most, so num_beams of these or more do not end
-    # with EOS. (At least 2, as in transformers.)
+    # At most one candidate per beam and EOS id ends with EOS, so at least num_beams of this many do not. (At least 2
+    # per beam, as in transformers.)
     count = max(2, 1 + len(run.sampling.eos_ids)) * num_beams
     beams, sums, finished = [[]], [0.0], []
     logits = run.feed([prompt])[:, 0]  # [1, 1, V] -> [1, V]

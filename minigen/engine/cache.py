@@ -110,7 +110,7 @@ class KVCache:
         too_many = n_new > self._room()
         if too_many.any():
             row = too_many.argmax()
-            limit = f"a window of {self.window} of" if self.window else "a cache of"
+            limit = f"a window of {self.window} in a cache of" if self.window else "a cache of"
             raise ValueError(
                 f"{n_new[row]} more tokens after {self.length[row]} do not fit {limit} "
                 f"{self.capacity} slots: use a larger capacity or pass fewer tokens at a time"

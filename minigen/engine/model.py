@@ -189,7 +189,7 @@ class GPT2:
 # ---- configuration -----------------------------------------------------------------------------------------------
 
 
-# The names of sizes in other architectures' config.json, which transformers takes for GPT-2's as well.
+# The names of sizes in other architectures' config.json, which transformers also accepts for GPT-2.
 ALIASES = {
     "n_positions": "max_position_embeddings",
     "n_embd": "hidden_size",
@@ -239,7 +239,7 @@ class GPT2Config:
         for field in fields(self):
             if field.type is bool:
                 yield field.name, lambda flag: isinstance(flag, bool), "true or false"
-        # One outside the vocabulary does no harm: `eos_ids` leaves it out.
+        # An id outside the vocabulary does no harm: it is never generated, and `eos_ids` leaves it out.
         yield "bos_token_id", lambda id: id is None or is_int(id), "null or a token id"
         yield (
             "eos_token_id",

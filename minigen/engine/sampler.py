@@ -76,7 +76,8 @@ def sample_token(p, noise):
 
 
 class Noise(NamedTuple):
-    """The random numbers for one position of a text, one per candidate token: a pure function of these fields and it.
+    """The random numbers for one position of a text, one per candidate token: a pure function of these fields
+    and the token.
 
     So a text depends on the model, prompt, options, seed and number: not on the rest of the batch, the cache or, under
     the coupled rule, drafts; max_tokens only cuts it. (Up to rounding: see kernels/batch_invariant.py.) No generator
@@ -191,7 +192,7 @@ def ban_repeated_ngrams(logits, ids, size):
 
 
 def apply_logit_bias(logits, bias):
-    """Add to each token's logit its bias. Raises ValueError for an id outside the vocabulary."""
+    """Add to each token's logit its bias. Raises ValueError for an id beyond the vocabulary."""
     logits = logits.copy()
     for token, value in bias.items():
         if token >= len(logits):
@@ -201,7 +202,7 @@ def apply_logit_bias(logits, bias):
 
 
 def check_logits(logits, n_generated):
-    """Raise ValueError, naming the step, if the best logit is not a number or no token is left to choose."""
+    """Raise ValueError, naming the step, if the best logit is NaN or infinite, or no token is left to choose."""
     best = logits.max(initial=-np.inf)  # NaN if any of them is
     if not np.isfinite(best):
         fault = "every token is ruled out (all logits are -inf)" if best == -np.inf else f"the best logit is {best}"
@@ -228,7 +229,7 @@ def keep_top_p(logits, p):
     """Top-p, nucleus sampling: keep the smallest set of most probable tokens with total probability >= p.
 
     A token is kept if the tokens more probable than it have less than p together, so the first one always is; p >= 1
-    keeps all. Source: Holtzman et al. 2020. Probabilities are float32 here: what matters below 1e-7 of p is rounding.
+    keeps all. Source: Holtzman et al. 2020. Probabilities are float32 here, so differences below 1e-7 are rounding.
     """
     if p >= 1:
         return np.arange(len(logits))

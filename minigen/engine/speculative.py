@@ -16,8 +16,8 @@ rejection  A draft x is accepted with probability min(1, p(x) / q(x)); otherwise
 p and q are the distributions after all filters. A draft that the filters remove would always be rejected, so q is
 filtered too. The rejection rule yields p only if q is exactly the distribution that the draft was drawn from.
 
-Speculation pays if one pass over k + 1 tokens costs less than the passes it saves. A large model's pass is limited by
-memory bandwidth, so it reads the weights once for all of these tokens; see kernels/linear.py.
+Speculation pays if one pass over k + 1 tokens costs less than the passes it saves. A large model's pass spends most of
+its time reading the weights, and reads them once for all of these tokens; see kernels/linear.py.
 """
 
 import time

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def shorten(text):
-    """A text for a message: on one line, and only both ends of a long one."""
+    """A text for a message: on one line; a long text is cut to its beginning and its end."""
     text = " ".join(text.splitlines())
     return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
 

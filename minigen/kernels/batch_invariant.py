@@ -17,8 +17,9 @@ import os
 BATCH_INVARIANT = os.environ.get("MINIGEN_BATCH_INVARIANT", "") not in ("", "0")
 SLOT_BLOCK = 64
 
-# OpenBLAS does not pack a product of up to this many multiplications and, if the right-hand matrix is stored with n_in
-# contiguous, this many results (its kernel/x86_64/sgemm_small_kernel_permit_skylakex.c).
+# OpenBLAS does not pack a product of at most this many multiplications. If the right-hand matrix is stored with n_in
+# contiguous, the product must also have at most this many results (OpenBLAS's file
+# kernel/x86_64/sgemm_small_kernel_permit_skylakex.c).
 UNPACKED_MAX_MULTIPLIES = 1_000_000
 UNPACKED_MAX_RESULTS = 1_200
 
@@ -34,7 +35,7 @@ def max_queries(n_slots, d_head):
 
 
 def require_unpacked(name, size, row_size):
-    """Raise ValueError if BLAS would pack a product with two rows of this many multiplications per unit of `size`."""
+    """Raise ValueError if BLAS would pack a product of two rows, each of size * row_size multiplications."""
     most = UNPACKED_MAX_MULTIPLIES // (2 * row_size)
     if size > most:
         raise ValueError(

@@ -10,7 +10,7 @@ from minigen.kernels.parallel import PARALLEL_MIN_ELEMENTS, THREADS, parallel_fo
 
 # 256 KB of values, so that a few arrays of this size fit in a core's own cache.
 CHUNK_ELEMENTS = 2**16
-# Queries per product in attention: many enough for BLAS's full rate, few enough that their scores stay in the cache.
+# Queries per product in attention: enough for BLAS's full rate, but few enough that their scores stay in the cache.
 QUERY_CHUNK = 64
 
 

@@ -91,7 +91,7 @@ SPAN = 64
 
 
 def _number_of_slices(weight, n_rows):
-    """The number of slices of its outputs in which the threads share a product with a weight."""
+    """The number of slices into which a weight's outputs are divided, to share a product among the threads."""
     # With few rows, the time goes into reading the weight, so its size counts; with many rows, the arithmetic does.
     is_small = weight.dense.size * max(1, n_rows // BLOCK_MAX_ROWS) < PARALLEL_MIN_ELEMENTS
     # A small product stays on this thread. Outside `single_threaded_blas`, BLAS's own threads share the product.
@@ -187,7 +187,7 @@ def pack_weight(weight, blocked=None):
 
 @cache
 def weights_are_blocked():
-    """Whether weights are stored in blocks, as MINIGEN_LINEAR says, or else as is faster on this machine.
+    """Whether weights are stored in blocks: what MINIGEN_LINEAR says or, if it is unset, whether that is faster here.
 
     Raises ValueError if MINIGEN_LINEAR has an invalid value, or if this machine cannot do MINIGEN_BATCH_INVARIANT.
     """
@@ -201,9 +201,9 @@ def weights_are_blocked():
         return True
     if asked:
         return asked == "blocks"
-    # 8 MB, more than a core's own cache, and four rows, as in beam search and speculation. With eight, dense products
-    # and blocks can be within 10 % of each other if these 8 MB stay in a shared cache, although blocks are twice as
-    # fast in a model, read from memory.
+    # The test weight takes 8 MB, more than a core's own cache; four rows are typical of beam search and speculation.
+    # With eight rows, dense products and blocks can be within 10 % of each other if the weight stays in a shared cache,
+    # although blocks are twice as fast in a model, whose weights come from memory.
     weight, rows = np.full((1024, 2048), 0.5, np.float32), np.ones((4, 1024), np.float32)
     y = np.empty((4, 2048), np.float32)
     packed = [pack_weight(weight, blocked) for blocked in (False, True)]
@@ -214,8 +214,8 @@ def weights_are_blocked():
                 start = time.thread_time()  # this thread's processor time, whatever other programs run
                 _multiply(rows, packed[blocked], None, y)
                 seconds[blocked] = min(seconds[blocked], time.thread_time() - start)
-    # Require a clear margin, so that near-ties resolve the same way every run: the two add up in different orders, so
-    # their results differ in the last bits.
+    # Dense products must take 10 % less time to be chosen, so that near-ties go to blocks in every run: the two add up
+    # in different orders, so their results differ in the last bits.
     return seconds[True] * 0.9 < seconds[False]
 
 

@@ -62,7 +62,7 @@ def parallel_for(task, n):
     This helps if the calls spend their time in NumPy functions that release the GIL, such as np.matmul. The calling
     thread runs tasks too and waits only for those that a worker has begun, so if the other cores are busy, it runs
     most of them itself. Several threads may call this at once, and a task may call it. Raises what a task raised, and
-    OSError if no thread can be started.
+    OSError if a worker thread cannot be started.
     """
     global _jobs
     helpers = min(THREADS, n) - 1
@@ -86,7 +86,9 @@ def parallel_for(task, n):
                 task(index)
             except BaseException as caught:
                 error = caught
-            finished.put(error)  # once for each task: of more, the last would not be read, such as Ctrl-C in this line
+            # Outside the `try`, so that each task puts one entry: if Ctrl-C came during a `put` inside it, the handler
+            # would put a second one, and the last would not be read.
+            finished.put(error)
 
     for _ in range(helpers):
         _jobs.put(work)
@@ -121,7 +123,7 @@ class OneRowThreads:
 
     def __init__(self):
         self.seconds = {"blas": 0.0, "pool": 0.0}  # of the last pass that went this way; 0: not tried yet
-        self.retry_after = self.passes_until_retry = self.MIN_RETRY  # in passes, of the slower way
+        self.retry_after = self.passes_until_retry = self.MIN_RETRY  # passes until the slower way is tried again
 
     def _cost(self, way):
         return self.seconds[way] * (1.05 if way == "blas" else 1)  # for a small gain, no core should spin

@@ -339,7 +339,7 @@ def test_what_a_cache_refuses_is_named():
     ring = KVCache(1, 1, 1, capacity=5, batch=2, window=4)
     for at in range(8):
         ring.allocate(np.array([[-1], [at]]))
-    with pytest.raises(ValueError, match=r"\b3 more tokens after 8\b.*window of 4 of 5 slots"):
+    with pytest.raises(ValueError, match=r"\b3 more tokens after 8\b.*window of 4 in a cache of 5 slots"):
         ring.allocate(np.array([[-1, -1, 0], [8, 9, 10]]))
     with pytest.raises(ValueError, match=r"row 1 from 8 to 5 tokens.* 5 slots.* window of 4\b"):
         ring.truncate([0, 5])
