@@ -146,7 +146,7 @@ class Timing(NamedTuple):
 
 
 def timed(call, times=1):
-    """Seconds of one call, the mean of so many: (wall time, processor time)."""
+    """Seconds per call, the mean of `times` calls: (wall time, processor time)."""
     start = time.perf_counter(), time.process_time()
     for _ in range(times):
         call()

@@ -31,8 +31,8 @@ CASES = {
 def main(arguments=None):
     arguments = parser(__doc__, repetitions=30, model=False).parse_args(arguments)
     report = Report(f"From logits to a token, one row of {V:,} logits", arguments, SECONDS)
-    # glibc returns freed blocks to the system, and faults them in again, until a larger block was freed once. A process
-    # that runs a model has long done so; without this line every figure here doubles.
+    # glibc returns freed blocks to the system, and faults them in again, until a larger block has been freed once. A
+    # process that runs a model has long done so; without this line every figure here doubles.
     np.ones(4_000_000)
     rng = np.random.default_rng(0)
     flat = rng.standard_normal(V).astype(np.float32)

@@ -28,7 +28,7 @@ __all__ = [
 # Earlier names, which users may have written down.
 ALIASES = {"Score": "TextScore", "probs": "next_token_probs", "draw": "sample_token"}
 
-TYPE_CHECKING = False  # from typing it would take 9 ms to import, in which Ctrl-C prints a traceback
+TYPE_CHECKING = False  # importing it from typing would take 9 ms, in which Ctrl-C prints a traceback
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` imports them
     from minigen.api import generate, load, stream
     from minigen.engine.cache import KVCache

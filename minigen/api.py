@@ -203,7 +203,7 @@ def _end_at_once(run, rows):
 
 
 def exclusive(owner, steps, what):
-    """The same steps. The first raises ValueError if another run of `owner` has neither ended nor been closed."""
+    """Yield `steps` unchanged. The first raises ValueError if another run of `owner` has not ended or been closed."""
     if owner.busy:
         raise ValueError(f"{what} is used by a run that has not ended: finish it, or close its iterator")
     owner.busy = True

@@ -47,7 +47,7 @@ class OptionError(ValueError):
 
 
 class _Names(dict):
-    """Option -> what to call it; the others by their Python keyword."""
+    """Option -> the name to show; any other option is shown by its Python keyword."""
 
     def __missing__(self, name):
         return name
@@ -173,7 +173,7 @@ class Option(NamedTuple):
     metavar: str | None
     group: str | None  # its heading on the help page; None: it exists only in Python
     used_by: str | None  # a key of USERS; None: every run
-    flags: str  # beyond --its-name: short ones, and other engines' names
+    flags: str  # besides --its-name: short forms, and other engines' names
     help: str  # what it does
 
     def check(self, name, value):

@@ -39,7 +39,7 @@ class RunTimer:
         self.reused_tokens = 0
 
     def record(self, cache):
-        """A pass has run. The first call marks the end of the prompt; the largest cache counts."""
+        """Call this after each pass. The first call marks the end of the prompt."""
         if self.first_logits is None:
             self.first_logits = time.perf_counter()
             self.reused_tokens = cache.n_reused
@@ -105,7 +105,7 @@ class RowOutput:
             self._logprobs.append(logprob)
         if finish_reason:
             text += self._stream.flush()
-            if self._stream.stop_sequence:  # half a character that is shown as U+FFFD may complete one
+            if self._stream.stop_sequence:  # an unfinished character, shown as U+FFFD, may complete a stop string
                 finish_reason = "stop"
         self._texts.append(text)
         completion = self._completion(row, finish_reason) if finish_reason else None

@@ -40,7 +40,7 @@ class Session:
 
     @property
     def context(self):
-        """The ids of the text so far that the model still sees: all of them, or those that context shifts left."""
+        """The ids of the text that the model still sees: all of them, or those that remain after context shifts."""
         n_positions = self.model.config.n_positions
         return shift_context(self.ids, n_positions, self.config.keep) if self.config.context_shift else self.ids
 

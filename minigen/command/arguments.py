@@ -185,7 +185,7 @@ def parse(argv):
     if "help" in typed.texts or "version" in typed.texts:
         prompts = []
     for text in prompts:
-        # As for argparse, a text with a space and a negative number are not options.
+        # As in argparse, neither a text with a space nor a negative number is an option.
         if re.fullmatch(r"-[^ ]+", text) and not re.fullmatch(r"-\d+|-\d*\.\d+", text):
             flag = text.partition("=")[0]
             known = parser._option_string_actions

@@ -57,7 +57,7 @@ def run_interactive(session, prompts, style, quiet, describe):
     """Read lines until stdin ends, and print how the model continues each; return the exit code.
 
     prompts: the first turns. describe: an error -> its message. A turn that fails prints an error and leaves the
-    session unchanged. If nobody is typing, the exit code is then 2, and Ctrl-C ends the run.
+    session unchanged. If nobody is typing, a failed turn makes the exit code 2, and Ctrl-C ends the run.
     """
     typed = is_terminal(sys.stdin)
     if typed:

@@ -72,7 +72,7 @@ def run(args, options, typed):
     coloured = args.show_probs and has_colours(sys.stdout)
     style = output.Format(name, args.json, args.no_stream, not args.no_echo, tokenizer if coloured else None)
     header = output.header(name, folder, model, draft_name, options)
-    # Until here a signal ends the process, as `__main__` says: with a download's threads, an exception would wait.
+    # Up to here a signal ends the process, as `__main__` says: an exception would wait for a download's threads.
     signals.raise_on_next_signal()
 
     if args.interactive:

@@ -100,7 +100,7 @@ class Format(NamedTuple):
 
     model: str  # its name
     json: bool
-    hold: bool  # each text when it is complete
+    hold: bool  # print each text only when it is complete
     echo: bool  # the prompt as well
     tokenizer: object = None  # set if tokens are to be coloured
     is_turn: bool = False  # an empty text has a line as well
@@ -243,7 +243,7 @@ def header(name, folder, model, draft_name, options):
 
 def closing_line(completions, prompt_cache):
     """Tokens, speed, memory and finish reasons of a run."""
-    # Rows of one batch run together, so the last to end has their time. Beam searches run one prompt after another.
+    # Rows of one batch run together, so the row that ends last has the time of all. Beam searches run one by one.
     timings = max((done.timings for done in completions), key=lambda timings: timings.seconds)
     if completions[0].score is not None:
         searches = {done.prompt_index: done.timings for done in completions}.values()

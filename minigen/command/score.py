@@ -1,4 +1,4 @@
-"""Score mode (--score): the log-probability and perplexity of a text, instead of a generated one."""
+"""Score mode (--score): print the log-probability and perplexity of a text instead of generating one."""
 
 import json
 import math

@@ -8,7 +8,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _set_handlers(handlers):
-    """Set the handlers of both signals. A signal that the parent process made this one ignore stays ignored."""
+    """Set the handlers of both signals. A signal that was ignored when the process started stays ignored."""
     for number, handler in zip(NUMBERS, handlers, strict=True):
         if signal.getsignal(number) != signal.SIG_IGN:
             try:
@@ -49,7 +49,7 @@ def ignore_signals():
 
 
 class preserve_handlers:
-    """Context manager: restores the handlers at its end. (contextlib would be one import more.)"""
+    """Context manager: restores the handlers at its end. (contextlib would be one more import.)"""
 
     def __enter__(self):
         self.handlers = [signal.getsignal(number) for number in NUMBERS]

@@ -41,7 +41,7 @@ def _missing_files(folder):
 
 
 def _download(repo_id):
-    """Download the files of a hub repository that are needed into the local cache. Returns the snapshot folder.
+    """Download the needed files of a hub repository into the local cache. Returns the snapshot folder.
 
     If the hub rejects the user's token, the download is tried without it, because a public repository needs none.
     Raises OSError with one sentence that says what to do and never shows a token.

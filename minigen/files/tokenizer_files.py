@@ -33,7 +33,7 @@ class AddedToken(NamedTuple):
     lstrip: bool = False  # takes the white space before it
     rstrip: bool = False  # takes the white space after it
     single_word: bool = False  # not next to a word character
-    normalized: bool = False  # searched for only after those that are not
+    normalized: bool = False  # searched for only after the tokens that are not normalized
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _components(part):
 def _read_pipeline(parsed):
     """(add_prefix_space, ids before the text) of a tokenizer.json; refuses what GPT-2's tokenizers do not have.
 
-    Truncation and padding are settings of a call, not of the tokenizer, and are ignored, as transformers does.
+    Truncation and padding are settings of a call, not of the tokenizer, and are ignored, as in transformers.
     """
     model = parsed["model"]
     if model.get("type", "BPE") != "BPE":

@@ -49,7 +49,7 @@ class IncrementalUtf8Decoder:
 class StopMatcher:
     """Finds stop strings in streamed text, and holds back only what may still become one.
 
-    The stop string that is complete first wins; of several complete at the same character, the longest. So the result
+    The stop string that is completed first wins; of several completed by one character, the longest wins. So the result
     does not depend on how the text is split into pieces. Raises ValueError for an empty stop string.
     """
 

@@ -20,7 +20,7 @@ from minigen.files.tokenizer_files import errors_name, read_tokenizer
 SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Texts that it leaves in one piece.
 ONE_PIECE = re.compile(r" ?(?:[^\W\d_]+|\d+|[^\w\s]+)|\s+")
-# Unicode's white space; Python's own has four control characters more.
+# Unicode's white space; Python's own definition has four more.
 WHITE_SPACE = set("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000").union(map(chr, range(0x2000, 0x200B)))
 
 
@@ -54,9 +54,10 @@ def _to_bytes(tokens):
 def _check_merges(pairs, tokens):
     """Raise ValueError for merges that tiktoken would apply differently from BPE.
 
-    pairs: int [n, 2]; merge i joins the tokens pairs[i] to token 256 + i, tokens 0 to 255 are the bytes. BPE merges the
-    listed pairs, tiktoken any two tokens whose bytes together are a token. The two agree if each token can be made from
-    its own bytes. That holds for all merges that training writes, but not, for example, for two lists put together.
+    pairs: int [n, 2]; merge i joins the tokens pairs[i] into token 256 + i; tokens 0 to 255 are the bytes. BPE merges
+    the listed pairs, tiktoken any two tokens whose bytes together are a token. BPE and tiktoken agree if BPE makes each
+    token from its own bytes. That holds for all merges that training writes, but not, for example, for two lists put
+    together.
     """
 
     def refuse(merge, why):
@@ -158,7 +159,7 @@ class Tokenizer:
                 raise ValueError(f"{what}: the merges are incomplete")
             warnings.warn(f"{what}: no text is encoded to them", stacklevel=2)
 
-        # Of added tokens that begin at the same place the longest is found, as by the tokenizers library.
+        # Of added tokens that begin at the same place the longest is found, as in the tokenizers library.
         longest_first = sorted(added, key=lambda token: -len(token.content))
         groups = [[t.content for t in longest_first if t.normalized == later] for later in (False, True)]
         self._patterns = [re.compile("|".join(map(re.escape, contents))) for contents in groups if contents]

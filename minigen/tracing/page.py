@@ -27,7 +27,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def _pack_attention(choices):
-    """Replace each choice's attention weights by their place in one array; return that array, compressed, in base64."""
+    """Replace each choice's attention weights with their place in one array; return that, compressed, in base64."""
     pieces, offset = [], 0
     for choice in choices:
         if choice["attention"]:
@@ -263,7 +263,7 @@ class Trace(list):
 
 
 def trace(model, tokenizer, prompts, file=None, *, draft_model=None, cache=None, **options):
-    """`generate` with a recorder: a `Trace`, the list of `Completion`s together with a page that shows how they arose.
+    """`generate` with a recorder: a `Trace`, the list of `Completion`s with a page that shows how they came about.
 
     file: the page is written there; it is one HTML file that needs nothing else. Without a file, `save` writes it, and
     a notebook displays the returned object. Other arguments, texts and errors are those of `generate`; OSError is

@@ -35,7 +35,7 @@ from minigen.options import SamplingConfig
 
 # Candidates to record: this many of the best before the filters, and of the best after them.
 TOP = 10
-# A page holds no more choices than this, in all rows together, and no more attention weights, one byte each.
+# The most choices that a page holds, over all rows, and the most attention weights, at one byte each.
 MAX_TOKENS = 2000
 MAX_ATTENTION_WEIGHTS = 12_000_000
 # The prompt's queries per forward pass: their logits and attention weights are in memory together.
@@ -147,7 +147,7 @@ class Recorder(Hooks):
         self._running = []  # the rows of the last pass
         self._rings = {}  # each row's (slot_pos, length) after the last step
         self._shifts = {}  # ids that context shifts had dropped of each row by then
-        self._is_new = True  # whether the cache was emptied since
+        self._is_new = True  # whether the cache has been emptied since then
         self._n_queries = 1  # queries at the end of the next pass whose attention is recorded
         self._weights = []  # their attention weights in the last pass, [B, H, queries, S] for each layer
         self._visible = None  # bool [B, queries, S]: the slots that they could attend to
